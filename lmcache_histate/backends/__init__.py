@@ -1,0 +1,1 @@
+"""The LMCache side: the only package that imports `lmcache`."""

@@ -1,0 +1,1 @@
+"""The vLLM side: the only package that imports `vllm`."""

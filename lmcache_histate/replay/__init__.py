@@ -1,0 +1,1 @@
+"""Agent workloads, traces and reports."""
