@@ -1,0 +1,81 @@
+"""How densely the scheduler takes snapshots: the configured interval, or one that follows storage pressure."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from lmcache_histate.connector.step_cost import StepCost
+from lmcache_histate.protocol import PlacementFacts
+from lmcache_histate.scorer.interval import choose_interval
+
+ASK_SECONDS = 1.0
+"""The server's facts are moving averages: asking more often than this tells nothing new."""
+ANSWER_SECONDS = 30.0
+"""A question without an answer for this long is given up; the last known facts stay in use."""
+
+
+class FactsSource(Protocol):
+    """Where storage pressure comes from (``ServerLink``). Neither call waits."""
+
+    def poll_placement(self) -> PlacementFacts | None:
+        """The newest answer, once."""
+
+    def ask_placement(self) -> None:
+        """Ask again, unless a question is open."""
+
+    def forget_placement(self) -> None:
+        """Give the open question up."""
+
+
+class Placement:
+    """Turns a segment's length into the tokens between two snapshots.
+
+    Args:
+        interval: ``"adaptive"``, a token count, or ``"final-only"`` (the setting ``histate.interval``).
+        block_size: Recurrent block size in tokens; intervals are multiples of it.
+        step_tokens: Token budget of one scheduler step (``max_num_batched_tokens``).
+        source: Where the server's facts come from.
+    """
+
+    def __init__(self, interval: str | int, block_size: int, step_tokens: int, source: FactsSource) -> None:
+        self._setting = interval
+        self._block_size = block_size
+        self._step_tokens = step_tokens
+        self._source = source
+        self._asked_at = float("-inf")
+        self.facts = PlacementFacts()
+        self.step_cost = StepCost()
+
+    def on_request(self) -> None:
+        """Take the newest facts if they arrived, and ask again at most once a second. Never waits. O(1)."""
+        if self._setting != "adaptive":
+            return
+        facts = self._source.poll_placement()
+        if facts is not None:
+            self.facts = facts
+        now = time.monotonic()
+        if now - self._asked_at >= ANSWER_SECONDS:
+            self._source.forget_placement()
+        if now - self._asked_at >= ASK_SECONDS:
+            self._asked_at = now
+            self._source.ask_placement()
+
+    def on_step(self, tokens: int) -> None:
+        """Learn what a step costs. Called once per scheduler step with the tokens in it. O(1)."""
+        self.step_cost.on_step(time.monotonic(), tokens)
+
+    def interval(self, segment_tokens: int) -> int | None:
+        """Tokens between snapshots on a new segment, a block multiple; None for its end only."""
+        if isinstance(self._setting, int):
+            return self._setting
+        if self._setting == "final-only" or self.facts.snapshot_tokens <= 0.0:
+            return None
+        return choose_interval(
+            segment_tokens,
+            snapshot_tokens=self.facts.snapshot_tokens,
+            residence_ratio=self.facts.residence_ratio,
+            block_size=self._block_size,
+            step_tokens=self._step_tokens,
+            stop_cost_tokens=self.step_cost.tokens / max(self.facts.internal_hit_rate, 0.01),
+        )

@@ -1,0 +1,58 @@
+"""What one more scheduler step costs, in tokens of prefill, learned from the running engine."""
+
+from __future__ import annotations
+
+
+class StepCost:
+    """Least squares of step time over step tokens, ``seconds = fixed + per_token * tokens``, with exponential forgetting.
+
+    A stop ends a step early, so it costs the fixed part of one more step; ``tokens`` gives that as the number of prefill
+    tokens that take as long. Only back-to-back steps with prefill work are evidence: idle time is not step time.
+
+    Args:
+        forget: Weight of the past at each new observation, in (0, 1).
+        longest_step_seconds: Gaps longer than this are idle time or a stall, not a step.
+        default_tokens: Answer while too little was seen.
+    """
+
+    def __init__(
+        self, forget: float = 0.98, longest_step_seconds: float = 5.0, default_tokens: float = 32.0
+    ) -> None:
+        self._forget = forget
+        self._longest = longest_step_seconds
+        self._default = default_tokens
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._last: tuple[float, int] | None = None
+
+    def on_step(self, now: float, tokens: int) -> None:
+        """Note that a step of ``tokens`` tokens is being scheduled at ``now`` (seconds, any steady clock). O(1).
+
+        The time since the previous call is the duration of the previous step, if that one had work.
+        """
+        last, self._last = self._last, (now, tokens) if tokens > 0 else None
+        if last is None:
+            return
+        seconds = now - last[0]
+        if not 0.0 < seconds <= self._longest:
+            return
+        x = float(last[1])
+        self._weight = self._weight * self._forget + 1.0
+        self._x = self._x * self._forget + x
+        self._y = self._y * self._forget + seconds
+        self._xx = self._xx * self._forget + x * x
+        self._xy = self._xy * self._forget + x * seconds
+
+    @property
+    def tokens(self) -> float:
+        """Fixed cost of a step in prefill tokens; the default until steps of different sizes were seen."""
+        if self._weight < 8.0:
+            return self._default
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        variance = self._xx / self._weight - mean_x * mean_x
+        if variance < 1.0:
+            return self._default
+        per_token = (self._xy / self._weight - mean_x * mean_y) / variance
+        fixed = mean_y - per_token * mean_x
+        if per_token <= 0.0:
+            return self._default
+        return max(fixed / per_token, 0.0)
