@@ -1,0 +1,158 @@
+"""From a configuration to the command lines and connector settings that it becomes. Imports no lmcache.
+
+Everything here is a pure function of the configuration, so that ``histate config`` can show exactly what
+``histate server`` and the connector will do.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+from lmcache_histate.config import Config
+from lmcache_histate.config.remote import remote_adapter
+from lmcache_histate.config.values import strip_credentials
+
+CONNECTOR_NAME = "HiStateConnector"
+CONNECTOR_MODULE = "lmcache_histate.connector.histate_connector"
+SERVER_MODULE = "lmcache_histate.backends.server_module"
+SERVER_FACTORY = "build_server_module"
+
+
+def server_arguments(config: Config, chunk_size: int) -> list[str]:
+    """The flags of ``lmcache server`` for `config`, except host, port and HTTP host, which autostart forbids.
+
+    `chunk_size` is the model's block size in tokens. Passwords of ``remote_url`` and ``histate.directory`` are not
+    among the flags (any user of the machine can read command lines): give the server's process
+    :func:`server_environment` as well. Raises ``ValueError`` when `chunk_size` is not positive.
+    """
+    if chunk_size <= 0:
+        raise ValueError(f"chunk_size must be a positive number of tokens, not {chunk_size}")
+    arguments = [
+        "--chunk-size",
+        str(chunk_size),
+        # Without it a chunk that has no snapshot is stored as if it had one, and a hit returns wrong tokens.
+        "--separate-object-groups",
+        "--l1-size-gb",
+        _decimal(config.max_local_cpu_size),
+        # HiState runs its own eviction: LMCache's looks at single objects and would tear a prefix apart.
+        "--eviction-policy",
+        "noop",
+        "--http-port",
+        str(config.http_port),
+    ]
+    if not config.local_cpu:
+        arguments += ["--l2-store-policy", "skip_l1"]
+    for spec in adapter_specs(config):
+        arguments += ["--l2-adapter", _json(spec)]
+    arguments += ["--server-module", _json(server_module_spec(config, chunk_size))]
+    return arguments + list(config.server_args)
+
+
+def adapter_specs(config: Config) -> list[dict[str, Any]]:
+    """The L2 adapters in LMCache's order of preference: local disk, ``remote_url``, ``l2_adapters``."""
+    specs = []
+    if config.local_disk is not None:
+        specs.append(disk_adapter_spec(config))
+    if config.remote_url is not None:
+        spec = remote_adapter(config.remote_url)
+        if spec["type"] == "valkey":
+            # Unlike LMCache's Redis client, its Valkey client reads no credentials from the environment.
+            user, password = config.remote_credentials()
+            spec |= {name: text for name, text in (("username", user), ("password", password)) if text}
+        specs.append(spec)
+    return specs + list(config.l2_adapters)
+
+
+def disk_adapter_spec(config: Config) -> dict[str, Any]:
+    """The L2 adapter that serves ``local_disk``, as an ``--l2-adapter`` object.
+
+    Raises ``ValueError`` when `config` has no local disk.
+    """
+    if config.local_disk is None:
+        raise ValueError("this configuration has no local_disk")
+    return {"type": "fs", "base_path": config.local_disk}
+
+
+def server_module_spec(config: Config, chunk_size: int) -> dict[str, Any]:
+    """The ``--server-module`` object: HiState's factory and the resolved configuration as plain JSON.
+
+    ``config`` in it is what ``Config.from_json`` reads back, with `chunk_size` in tokens in place of ``auto``, and
+    without the passwords of ``remote_url`` and ``histate.directory``.
+    """
+    # Flags and adapters have reached LMCache on their own; repeating them here would only lengthen the command line.
+    settings = config.to_json()
+    settings["chunk_size"] = chunk_size
+    for name in ("server_args", "l2_adapters"):
+        del settings[name]
+    if config.remote_url is not None:
+        settings["remote_url"] = strip_credentials(config.remote_url)
+    if config.histate.directory is not None:
+        settings["histate"]["directory"] = strip_credentials(config.histate.directory)
+    return {"module_path": SERVER_MODULE, "factory_name": SERVER_FACTORY, "config": settings}
+
+
+def server_environment(config: Config) -> dict[str, str]:
+    """Environment variables for the server's process: the passwords that do not belong on a command line.
+
+    A connector that lets LMCache start the server puts them into its own environment first (the child inherits it).
+    """
+    environment = {}
+    user, password = config.remote_credentials()
+    if config.remote_url is not None and remote_adapter(config.remote_url)["type"] == "resp":
+        if user:
+            environment["LMCACHE_RESP_USERNAME"] = user
+        if password:
+            environment["LMCACHE_RESP_PASSWORD"] = password
+    directory = config.histate.directory
+    if directory is not None and strip_credentials(directory) != directory:
+        environment["HISTATE_DIRECTORY"] = directory
+    return environment
+
+
+def connector_extra_config(config: Config, chunk_size: int) -> dict[str, Any]:
+    """The ``lmcache.mp.*`` keys of vLLM's ``kv_connector_extra_config`` for `config`.
+
+    `chunk_size` is the model's block size in tokens. When the result asks for autostart, the caller's environment must
+    hold :func:`server_environment`. Raises ``ValueError`` when `chunk_size` is not positive.
+    """
+    endpoints = config.endpoints
+    extra: dict[str, Any] = {}
+    if len(endpoints) == 1:
+        extra["lmcache.mp.host"] = endpoints[0].url.rpartition(":")[0]
+        extra["lmcache.mp.port"] = endpoints[0].port
+    else:
+        extra["lmcache.mp.server_urls"] = [endpoint.url for endpoint in endpoints]
+    extra["lmcache.mp.save_decode_cache"] = config.histate.save_answers
+    extra["lmcache.mp.autostart"] = config.starts_server
+    if config.starts_server:
+        extra["lmcache.mp.autostart.server_args"] = shlex.join(server_arguments(config, chunk_size))
+        extra["lmcache.mp.autostart.wait_timeout"] = config.histate.autostart_timeout
+    return extra
+
+
+def vllm_arguments(config: Config) -> list[str]:
+    """The flags that a vLLM command needs for HiState, beside the model's own.
+
+    Empty when `config` switches HiState off.
+    """
+    if not config.histate.enabled:
+        return []
+    transfer = {
+        "kv_connector": CONNECTOR_NAME,
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_role": "kv_both",
+    }
+    # vLLM leaves prefix caching off for hybrid models unless it is asked for.
+    return ["--enable-prefix-caching", "--kv-transfer-config", _json(transfer)]
+
+
+def _json(value: Any) -> str:
+    """JSON in one line; ASCII only, so that no locale can damage it on its way through a process's arguments."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def _decimal(number: float) -> str:
+    """A float without exponent and without a needless ``.0``."""
+    return f"{number:.9f}".rstrip("0").rstrip(".")
