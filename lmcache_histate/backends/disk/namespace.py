@@ -1,0 +1,118 @@
+"""Namespaces: one folder per model and memory layout, so that neither two models nor two layouts ever meet."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmcache_histate.backends.disk.dirsync import fsync_folder
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+Layout = tuple[tuple[tuple[int, ...], str], ...]
+"""Shapes and dtypes of an object's tensors, in order: ((shape, dtype), ...)."""
+
+
+@dataclass(eq=False)
+class Namespace:
+    """A folder of records that all have one model and one layout. Compared by identity: the store makes one per folder."""
+
+    name: str
+    folder: Path
+    model: str
+    layout: Layout | None
+    """`None` when the manifest was lost; the name still carries the fingerprint."""
+
+    opaque: bool
+    """Whether objects are plain bytes of a serializer's making, whose layout a lookup cannot know."""
+
+    def path(self, file_name: str) -> Path:
+        """Where the record of this name lives: 256 shards by the first two digits."""
+        return self.folder / file_name[:2] / file_name
+
+
+def namespace_name(model: str, layout: Layout, fingerprint: str) -> str:
+    """Folder name for a model and layout: a readable part and 64 bits of digest over everything that matters."""
+    content = json.dumps([FORMAT, model, layout, fingerprint], separators=(",", ":"))
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-.")[-64:] or "model"
+    return f"{readable}-{hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
+
+
+def is_opaque(layout: Layout) -> bool:
+    """Whether a layout is a flat run of bytes: what LMCache's serde wrapper hands to an adapter."""
+    return len(layout) == 1 and len(layout[0][0]) == 1 and layout[0][1] == "torch.uint8"
+
+
+def create(root: Path, model: str, layout: Layout, fingerprint: str) -> Namespace:
+    """Make the namespace's folder and manifest, durably, or take them as they are.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    name = namespace_name(model, layout, fingerprint)
+    folder = root / "ns" / name
+    known = load(folder)
+    if known is not None and known.layout is not None:
+        return known
+    folder.mkdir(parents=True, exist_ok=True)
+    write_manifest(folder, model, layout, fingerprint)
+    for made in (folder, folder.parent, root):
+        fsync_folder(made)
+    return Namespace(name, folder, model, layout, is_opaque(layout))
+
+
+def write_manifest(folder: Path, model: str, layout: Layout | None, fingerprint: str) -> None:
+    """Write a namespace's manifest so that a crash leaves the old one or the new one.
+
+    Raises:
+        OSError: as the system says.
+    """
+    manifest = {
+        "format": FORMAT,
+        "model": model,
+        "fingerprint": fingerprint,
+        "layout": None if layout is None else [{"shape": list(shape), "dtype": dtype} for shape, dtype in layout],
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "about": "Objects of one model and one memory layout. Check this store with: histate fsck",
+    }
+    temporary = folder / f".{MANIFEST}.{os.getpid()}"
+    with open(temporary, "w", encoding="utf-8") as f:
+        json.dump(manifest, f, indent=2)
+        f.write("\n")
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, folder / MANIFEST)
+
+
+def load(folder: Path) -> Namespace | None:
+    """The namespace whose manifest stands in `folder`; `None` if there is none that can be read."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        raw = manifest["layout"]
+        layout = None if raw is None else tuple((tuple(map(int, t["shape"])), str(t["dtype"])) for t in raw)
+        model = manifest["model"]
+        if not isinstance(model, str):
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return Namespace(folder.name, folder, model, layout, layout is not None and is_opaque(layout))
+
+
+def folders(root: Path) -> list[Path]:
+    """Namespace folders under a store's root, sorted."""
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(p for p in (root / "ns").iterdir() if p.is_dir())
+    return []
+
+
+def layout_of(shapes: Sequence[Iterable[int]], dtypes: Sequence[object]) -> Layout:
+    """A layout from torch's shapes and dtypes (or anything that prints the same)."""
+    return tuple((tuple(int(n) for n in shape), str(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True))
