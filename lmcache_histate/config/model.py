@@ -302,6 +302,17 @@ class Config(_Settings):
             raise KeyError(key)
         return getattr(self.histate, key.removeprefix("histate.")) if "." in key else getattr(self, key)
 
+    def replaced(self, origin: str, **values: Any) -> Self:
+        """A copy with some top-level settings replaced, for which :meth:`origin` says `origin`.
+
+        Raises ``ValidationError`` for wrong values.
+        """
+        copy = self.model_validate({**self.model_dump(), **values})
+        copy._origins.update(self._origins, **dict.fromkeys(values, origin))
+        copy._ignored = self._ignored
+        copy._source = self._source
+        return copy
+
     def to_json(self) -> dict[str, Any]:
         """The settings as plain JSON values, passwords included. :meth:`from_json` turns them back."""
         return self.model_dump(mode="json")

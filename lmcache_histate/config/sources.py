@@ -72,6 +72,19 @@ def load_config(environ: Mapping[str, str] | None = None) -> Config | None:
     return _build(found, source)
 
 
+def load_config_or_defaults(environ: Mapping[str, str] | None = None) -> Config:
+    """Like :func:`load_config`, but as if ``LMCACHE_CONFIG=histate`` where nothing asks for a configuration.
+
+    For callers that a user has named explicitly, so that being configured is not in question: ``HISTATE_*`` counts.
+    """
+    environ = os.environ if environ is None else environ
+    config = load_config(environ)
+    if config is None:
+        config = load_config({**environ, "LMCACHE_CONFIG": DEFAULTS_WORD})
+        assert config is not None  # the word always gives one
+    return config
+
+
 def _mentions_section(source: str) -> bool:
     """Whether the file may hold a ``histate:`` section at all.
 

