@@ -1,0 +1,308 @@
+"""What goes first: the value of every unit, one queue for each tier that can run short.
+
+A unit's value is a time (paper, eviction):
+
+    H = t + tau * C / M
+
+`t` is its last access, `C` the expected extra work if it goes (token equivalents), `M` what that frees in the short
+tier (in tokens of KV), so `tau` is in seconds: how much longer a unit whose loss costs as much as its bytes may stay
+idle than one that costs nothing. `C` is the hits that would suffer, times what each of them would lose:
+
+- a snapshot: the hits that resume exactly there, times the recomputation from the restore point before it;
+- a bundle: all hits at or beyond its end, times the same;
+- where another tier has a copy, fetching that copy instead of recomputing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lmcache_histate.scorer.cost import CostModel
+from lmcache_histate.scorer.queue import ABSENT, FloorQueue
+from lmcache_histate.scorer.reach import PathReach
+from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
+from lmcache_histate.state_store.tree import NO_NODE
+from lmcache_histate.state_store.units import MANAGED, UnitKind, UnitTree
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A unit that should leave a tier.
+
+    Attributes:
+        namespace: name of its namespace.
+        tier: the tier that it should leave.
+        kind: snapshot, bundle or orphan.
+        node: id of its anchor; valid until the next event.
+        position: tokens in the prefix that ends with its anchor.
+        value: H in seconds, -inf for an orphan.
+        nbytes: bytes that it takes in `tier`.
+        backed: every object a hit needs has a copy elsewhere: deleting loses time, not work.
+        objects: what to delete from (or copy out of) `tier`, deepest chunk first. Whole families of ranks.
+        stranded: objects in any tier that become useless when `objects` are deleted without a copy; delete them too.
+    """
+
+    namespace: str
+    tier: Tier
+    kind: UnitKind
+    node: int
+    position: int
+    value: float
+    nbytes: int
+    backed: bool
+    objects: list[CacheObject]
+    stranded: list[CacheObject]
+
+
+class EvictionOrder:
+    """The order of victims in every managed tier.
+
+    Args:
+        tree: what exists.
+        reach: expected hits.
+        cost: prices.
+        tau: seconds; 0 is least recently used.
+        orphan_s: seconds that an orphan may wait for what it lacks before it goes ahead of everything.
+        offer_again_s: seconds until a victim that was offered and is still there is offered again.
+    """
+
+    def __init__(
+        self, tree: UnitTree, reach: PathReach, cost: CostModel, tau: float, orphan_s: float, offer_again_s: float
+    ) -> None:
+        self.tau = tau
+        self._tree = tree
+        self._reach = reach
+        self._cost = cost
+        self._orphan_s = orphan_s
+        self._offer_again_s = offer_again_s
+        self._queues = [FloorQueue() for _ in MANAGED]
+        self._orphans = [FloorQueue() for _ in MANAGED]
+        # Offered units stay out of the queue for a while: a locked one costs its next scan nothing.
+        self._offered: list[dict[int, float]] = [{} for _ in MANAGED]
+        self._offers: list[deque[tuple[float, int]]] = [deque() for _ in MANAGED]
+
+    # -- told by the tree (this object is its watcher) --------------------------------------------------------------
+
+    def entered(self, node: int) -> None:
+        """`node` can be resumed from."""
+        self._reach.entered(node)
+
+    def left(self, node: int) -> None:
+        """`node` cannot be resumed from any more."""
+        self._reach.left(node)
+
+    def freed(self, node: int) -> None:
+        """`node`'s id may be reused."""
+        self._reach.freed(node)
+        for tier in MANAGED:
+            self._offered[tier].pop(node, None)
+
+    def grown(self, nodes: int) -> None:
+        """There are `nodes` more ids."""
+        self._reach.grown(nodes)
+        for queue in (*self._queues, *self._orphans):
+            queue.grow(nodes)
+
+    def queued(self, tier: Tier) -> int:
+        """Units that can be evicted from `tier`, orphans included."""
+        return len(self._queues[tier]) + len(self._orphans[tier]) + len(self._offered[tier])
+
+    # -- values ---------------------------------------------------------------------------------------------------
+
+    def value(self, node: int, tier: Tier) -> float:
+        """H of the unit anchored at `node`, in seconds. O(stretch)."""
+        tree = self._tree
+        kind = tree.unit_kind[tier][node]
+        nbytes = tree.unit_bytes[tier][node]
+        hits = self._reach.reach[node] if kind == UnitKind.BUNDLE else self._reach.share(node)
+        if tree.unit_backed[tier][node]:
+            price = self._cost.fetch(float(nbytes), self._copy_tier(node, tier))
+        else:
+            before = tree.previous_restorable(node)
+            start = float(tree.position[before]) if before != NO_NODE else 0.0
+            price = self._cost.recompute(start, float(tree.position[node]))
+        freed = nbytes / tree.namespaces[tree.space[node]].geometry.kv_bytes_per_token
+        return tree.last_access[node] + self.tau * max(0.0, hits) * price / max(freed, 1e-9)
+
+    def _copy_tier(self, node: int, tier: Tier) -> Tier:
+        """The fastest other tier that holds a copy of the unit's anchor."""
+        for other in Tier:
+            if other != tier and (self._tree.size(node, Kind.KV, other) or self._tree.size(node, Kind.SNAPSHOT, other)):
+                return other
+        return Tier.REMOTE
+
+    def _values(self, nodes: Ints, tier: Tier, start: Floats) -> Floats:
+        """`value` for many units that are no orphans; `start` is the position of the restore point before each."""
+        tree = self._tree
+        kinds = np.frombuffer(tree.unit_kind[tier], dtype=np.uint8)[nodes]
+        nbytes = np.frombuffer(tree.unit_bytes[tier], dtype=np.uint64)[nodes].astype(np.float64)
+        reach = np.frombuffer(self._reach.reach, dtype=np.float64)[nodes]
+        passed = np.frombuffer(self._reach.passed, dtype=np.float64)[nodes]
+        hits = np.maximum(0.0, np.where(kinds == UnitKind.BUNDLE, reach, reach - passed))
+        position = np.frombuffer(tree.position, dtype=np.int32)[nodes].astype(np.float64)
+        price = self._cost.recompute(start, position)
+        for index in np.flatnonzero(np.frombuffer(tree.unit_backed[tier], dtype=np.uint8)[nodes]).tolist():
+            price[index] = self._cost.fetch(float(nbytes[index]), self._copy_tier(int(nodes[index]), tier))
+        per_token = np.array([space.geometry.kv_bytes_per_token for space in tree.namespaces])
+        freed = nbytes / per_token[np.frombuffer(tree.space, dtype=np.uint16)[nodes]]
+        accessed = np.frombuffer(tree.last_access, dtype=np.float64)[nodes]
+        values: Floats = accessed + self.tau * hits * price / np.maximum(freed, 1e-9)
+        return values
+
+    # -- keeping up -----------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Bring units and queues up to date with the events since the last call. O(what they touched)."""
+        changed = self._tree.settle()
+        reach = self._reach
+        for node in reach.stale_paths:
+            self._lower_path(node)
+        reach.stale_paths.clear()
+        for node, tier in changed:
+            self._requeue(node, tier)
+        for node in reach.stale_nodes:
+            for tier in MANAGED:
+                self._requeue(node, tier)
+        reach.stale_nodes.clear()
+
+    def _requeue(self, node: int, tier: Tier) -> None:
+        kind = self._tree.unit_kind[tier][node]
+        if node in self._offered[tier]:
+            if kind != UnitKind.NONE:
+                return
+            del self._offered[tier][node]
+        if kind == UnitKind.ORPHAN:
+            self._queues[tier].discard(node)
+            self._orphans[tier].set(node, self._tree.last_access[node])
+            return
+        self._orphans[tier].discard(node)
+        if kind == UnitKind.NONE:
+            self._queues[tier].discard(node)
+        else:
+            self._queues[tier].set(node, self.value(node, tier))
+
+    def _lower_path(self, end: int) -> None:
+        """Hits along the path to `end` changed: report the units on it that lost value. Vectorised, O(path)."""
+        tree = self._tree
+        nodes: Ints = np.array(tree.path(end), dtype=np.int64)
+        if not len(nodes):
+            return
+        position = np.frombuffer(tree.position, dtype=np.int32)[nodes].astype(np.float64)
+        marked = np.frombuffer(tree.restorable.marked, dtype=np.uint8)[nodes] != 0
+        start = np.concatenate(([0.0], np.maximum.accumulate(np.where(marked, position, 0.0))[:-1]))
+        for tier in MANAGED:
+            kinds = np.frombuffer(tree.unit_kind[tier], dtype=np.uint8)[nodes]
+            here = np.flatnonzero((kinds == UnitKind.SNAPSHOT) | (kinds == UnitKind.BUNDLE))
+            if not len(here):
+                continue
+            values = self._values(nodes[here], tier, start[here])
+            lower = np.flatnonzero(values < self._queues[tier].floors(nodes[here]))
+            for index in lower.tolist():
+                node = int(nodes[here[index]])
+                if node not in self._offered[tier]:
+                    self._queues[tier].lower(node, float(values[index]))
+
+    def reprice(self, tau: float | None = None) -> None:
+        """Work out every value anew, after tau, the prices or the access model changed. O(n), vectorised."""
+        self.settle()
+        if tau is not None:
+            self.tau = tau
+        tree = self._tree
+        marked = np.frombuffer(tree.restorable.marked, dtype=np.uint8) != 0
+        parent = np.frombuffer(tree.parent, dtype=np.int32).astype(np.int64)
+        ids = np.arange(len(parent))
+        # Pointer jumping: after k rounds a node points 2^k steps up, or to the first stop on the way.
+        jump = np.where(marked | (parent < 0), ids, parent)
+        while True:
+            further = jump[jump]
+            if np.array_equal(further, jump):
+                break
+            jump = further
+        before = jump[np.maximum(parent, 0)]
+        positions = np.frombuffer(tree.position, dtype=np.int32)
+        start = np.where((parent >= 0) & marked[before], positions[before], 0).astype(np.float64)
+        for tier in MANAGED:
+            kinds = np.frombuffer(tree.unit_kind[tier], dtype=np.uint8)
+            nodes = np.flatnonzero((kinds == UnitKind.SNAPSHOT) | (kinds == UnitKind.BUNDLE))
+            floors = np.full(len(kinds), ABSENT)
+            floors[nodes] = self._values(nodes, tier, start[nodes])
+            floors[list(self._offered[tier])] = ABSENT
+            self._queues[tier].replace_all(floors)
+
+    # -- victims --------------------------------------------------------------------------------------------------
+
+    def next_victim(self, tier: Tier, now: float) -> Victim | None:
+        """The unit that should leave `tier` first, None when nothing in it can be evicted.
+
+        Expired orphans come first, then the lowest H, then orphans that still wait. A victim is offered once and again
+        only after `offer_again_s`, so a locked one is passed over without a scan. O(log n + what is listed), amortised.
+        """
+        self.settle()
+        self._take_back(tier, now)
+        orphan = self._oldest_orphan(tier)
+        if orphan is not None and self._tree.last_access[orphan] + self._orphan_s <= now:
+            return self._offer(orphan, tier, -ABSENT, now)
+        best = self._lowest(tier)
+        if best is not None:
+            return self._offer(best[0], tier, best[1], now)
+        return self._offer(orphan, tier, -ABSENT, now) if orphan is not None else None
+
+    def lowest_value(self, tier: Tier) -> float:
+        """H of the next victim of `tier` that is no orphan, infinite if there is none. O(log n) amortised."""
+        self.settle()
+        best = self._lowest(tier)
+        return ABSENT if best is None else best[1]
+
+    def _lowest(self, tier: Tier) -> tuple[int, float] | None:
+        queue = self._queues[tier]
+        while (node := queue.peek()) is not None:
+            value = self.value(node, tier)
+            if value <= queue.floor(node):
+                return node, value
+            queue.set(node, value)  # It was refreshed since; each hit or change is paid for once.
+        return None
+
+    def _oldest_orphan(self, tier: Tier) -> int | None:
+        queue = self._orphans[tier]
+        while (node := queue.peek()) is not None:
+            accessed = self._tree.last_access[node]
+            if accessed <= queue.floor(node):
+                return node
+            queue.set(node, accessed)
+        return None
+
+    def _offer(self, node: int, tier: Tier, value: float, now: float) -> Victim:
+        tree = self._tree
+        self._queues[tier].discard(node)
+        self._orphans[tier].discard(node)
+        until = now + self._offer_again_s
+        self._offered[tier][node] = until
+        self._offers[tier].append((until, node))
+        loss = tree.loss(node, tier)
+        return Victim(
+            namespace=tree.namespaces[tree.space[node]].name,
+            tier=tier,
+            kind=UnitKind(tree.unit_kind[tier][node]),
+            node=node,
+            position=tree.position[node],
+            value=value,
+            nbytes=tree.unit_bytes[tier][node],
+            backed=bool(tree.unit_backed[tier][node]),
+            objects=loss.objects,
+            stranded=loss.stranded,
+        )
+
+    def _take_back(self, tier: Tier, now: float) -> None:
+        offers, offered = self._offers[tier], self._offered[tier]
+        while offers and offers[0][0] <= now:
+            until, node = offers.popleft()
+            if offered.get(node) == until:
+                del offered[node]
+                self._requeue(node, tier)

@@ -1,0 +1,260 @@
+"""The one object that a server or a simulator drives.
+
+Report what happens (`lookup`, `hit`, `stored`, `removed`, `end_turn`); ask what to do (`place`, `next_victim`,
+`worth_moving`). Time is always an argument in seconds, from any clock that all calls share; there is no thread and no
+input or output in here, and equal calls give equal answers. The caller serialises calls.
+
+A request, in order:
+
+1. `lookup(path)`: what is cached, and the order of the chunks becomes known.
+2. `hit(path, matched, resumed)`, if anything was reused.
+3. `place(start, end)`: where the new part should get snapshots.
+4. `stored(...)`, `removed(...)` as objects come and go, in any order.
+5. `end_turn(path)`: where the turn ended.
+
+When a tier is short: `next_victim(tier)`, then copy its objects down (`worth_moving` says whether) or delete them, and
+report either with `moved` or `discard`, or object by object with `stored` and `removed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lmcache_histate.geometry import CacheGeometry
+from lmcache_histate.scorer.access import AccessModel, PathRecord
+from lmcache_histate.scorer.cost import CostModel
+from lmcache_histate.scorer.eviction import EvictionOrder, Victim
+from lmcache_histate.scorer.interval import choose_interval, grid
+from lmcache_histate.scorer.placement import best_places
+from lmcache_histate.scorer.reach import PathReach
+from lmcache_histate.scorer.settings import PolicySettings
+from lmcache_histate.state_store.objects import CacheObject, Tier
+from lmcache_histate.state_store.tree import NO_NODE, Namespace
+from lmcache_histate.state_store.units import UnitTree
+
+MIN_EVENTS_TO_PUBLISH = 256
+
+
+class Lookup(NamedTuple):
+    """What the cache holds of a path, in tokens from its start."""
+
+    kv_tokens: int
+    """Longest prefix whose KV is complete in all ranks."""
+    resume_tokens: int
+    """Last snapshot inside it: what a request can really skip. 0 if none."""
+
+
+class CachePolicy:
+    """Prefix tree, access model, interval choice and eviction order behind one interface.
+
+    Args:
+        settings: what the user chose.
+        capacities: bytes of the tiers. Only the tuner of `tau="auto"` needs them, to scale its shadow; without them tau
+            keeps its initial value.
+    """
+
+    def __init__(self, settings: PolicySettings | None = None, capacities: Mapping[Tier, float] | None = None) -> None:
+        self.settings = settings or PolicySettings()
+        self.capacities = dict(capacities or {})
+        self.tree = UnitTree(self.settings.pending_s)
+        self.access = AccessModel(self.settings.placement, self.settings.end_prior)
+        self.cost = CostModel(self.settings.cost_unit)
+        self.reach = PathReach(self.tree, self.access)
+        self.order = EvictionOrder(
+            self.tree,
+            self.reach,
+            self.cost,
+            self.settings.initial_tau,
+            self.settings.orphan_s,
+            self.settings.offer_again_s,
+        )
+        self.tree.watcher = self.order
+        self._spaces: dict[str, Namespace] = {}
+        self._stop_ms: float | None = None
+        self._events = 0
+
+    @property
+    def tau(self) -> float:
+        """The live tau in seconds."""
+        return self.order.tau
+
+    def add_namespace(self, name: str, geometry: CacheGeometry) -> None:
+        """Register a namespace (one model, layout fingerprint and salt). Doing so again changes nothing.
+
+        Raises:
+            ValueError: it is registered with another geometry.
+        """
+        self._spaces[name] = self.tree.add_namespace(name, geometry)
+
+    # -- what happened --------------------------------------------------------------------------------------------
+
+    def lookup(self, namespace: str, hashes: Sequence[bytes], now: float) -> Lookup:
+        """A request asks for a path: `hashes` are its whole chunks from the first one, in order. O(path).
+
+        Teaches the tree the order of the chunks. Refreshes nothing: that is what `hit` is for.
+
+        Raises:
+            KeyError: the namespace is not registered.
+            ValueError: a hash is known below another parent.
+        """
+        space = self._spaces[namespace]
+        self.tree.expire(now)
+        self.tree.extend(space, hashes, now)
+        match = self.tree.match(space, hashes)
+        block = space.geometry.block_tokens
+        return Lookup(match.whole * block, match.restorable * block)
+
+    def link(self, namespace: str, after: bytes | None, hashes: Sequence[bytes], now: float) -> None:
+        """`hashes` follow the chunk `after` (None: the start), in order. For callers that learn paths in pieces.
+
+        O(path).
+        """
+        self.tree.extend(self._spaces[namespace], hashes, now, after)
+
+    def stored(self, namespace: str, objects: Iterable[CacheObject], now: float) -> None:
+        """Objects are in a tier. Repeats are ignored; the chunks need not be known yet. O(1) each, amortised."""
+        self.tree.store(self._spaces[namespace], objects, now)
+
+    def removed(self, namespace: str, objects: Iterable[CacheObject], now: float) -> None:
+        """Objects left a tier, whoever removed them. Unknown ones and repeats are ignored. O(1) each, amortised."""
+        self.tree.remove(self._spaces[namespace], objects, now)
+
+    def hit(self, namespace: str, hashes: Sequence[bytes], matched: int, resumed: int, now: float) -> None:
+        """A request reused a prefix. O(path).
+
+        Args:
+            hashes: the path, at least up to `matched`.
+            matched: tokens that the request shares with what was cached; where it left the cached path.
+            resumed: tokens that it skipped: position of the snapshot it resumed from.
+        """
+        space = self._spaces[namespace]
+        block = space.geometry.block_tokens
+        nodes = self.tree.match(space, hashes[: matched // block]).nodes
+        if not nodes:
+            return
+        end = self.reach.path_of(nodes[-1])
+        if end != NO_NODE:
+            position = float(len(nodes) * block)
+            self.reach.update(end, lambda record: self.access.observe(record, position, block))
+        self._refresh(nodes[: resumed // block], now)
+        self._count_event()
+
+    def _refresh(self, nodes: list[int], now: float) -> None:
+        """KV that was read is used; which snapshots count as used is a setting."""
+        if not nodes or self.settings.refresh == "none":
+            return
+        used = np.array(nodes, dtype=np.int64)
+        if self.settings.refresh == "used":
+            snapshots = np.frombuffer(self.tree.restorable.marked, dtype=np.uint8)[used] != 0
+            snapshots[-1] = False
+            used = used[~snapshots]
+        accessed = np.frombuffer(self.tree.last_access, dtype=np.float64)
+        accessed[used] = np.maximum(accessed[used], now)
+
+    def end_turn(self, namespace: str, hashes: Sequence[bytes], tokens: int, now: float) -> None:
+        """A turn ended at position `tokens` of the path `hashes`: that is where its next append will hit. O(path)."""
+        space = self._spaces[namespace]
+        nodes = self.tree.match(space, hashes).nodes
+        last = nodes[-1] if nodes else NO_NODE
+        while last != NO_NODE and not self.tree.restorable.alive(last):
+            last = self.tree.parent[last]
+        if last in self.reach.records:
+
+            def move_end(record: PathRecord) -> None:
+                record.end = float(tokens)
+
+            self.reach.update(last, move_end)
+        self._count_event()
+
+    def observe_prefill(self, start: float, end: float, milliseconds: float) -> None:
+        """The engine prefilled positions [start, end) in `milliseconds`. O(1)."""
+        self.cost.observe_prefill(start, end, milliseconds)
+
+    def observe_restore(self, tier: Tier, nbytes: float, milliseconds: float) -> None:
+        """`nbytes` came back from `tier` in `milliseconds`. O(1)."""
+        self.cost.observe_restore(tier, nbytes, milliseconds)
+
+    def observe_stop(self, milliseconds: float) -> None:
+        """An extra scheduler step for a snapshot cost `milliseconds`: moving average. O(1)."""
+        former = self._stop_ms
+        self._stop_ms = milliseconds if former is None else former + 0.05 * (milliseconds - former)
+
+    # -- what to do -----------------------------------------------------------------------------------------------
+
+    def interval(self, namespace: str, length: int, now: float) -> int:
+        """Distance of snapshots, in tokens, for a new segment of `length` tokens. O(1)."""
+        geometry = self._spaces[namespace].geometry
+        block = geometry.block_tokens
+        if self.settings.interval == "final-only":
+            return max(length, block)
+        if self.settings.interval != "adaptive":
+            return max(block, geometry.align(self.settings.interval))
+        stop = self.cost.stop(self._stop_ms) if self._stop_ms else 0.0
+        return choose_interval(length, geometry.snapshot_tokens, block, self.residence_ratio(now), stop)
+
+    def place(self, namespace: str, start: int, end: int, now: float) -> list[int]:
+        """Positions that should get a snapshot on the new segment [start, end), ascending block multiples.
+
+        `start` is where the request resumes (or 0) and has its snapshot. The last block boundary at or before `end` is
+        always among them, unless it is not after `start`. O(1), or about 3 ms with `placement="histogram"`.
+        """
+        geometry = self._spaces[namespace].geometry
+        block = geometry.block_tokens
+        places = grid(start, end, self.interval(namespace, end - start, now), block)
+        if self.settings.placement == "uniform" or len(places) < 2:
+            return places
+        first, last = geometry.align(start), places[-1]
+        weights = self.access.hit_weights(first, last, block)
+        return [first + block * place for place in best_places(weights, len(places) - 1)] + [last]
+
+    def next_victim(self, tier: Tier, now: float) -> Victim | None:
+        """The unit that should leave `tier` first (CPU or DISK), None if nothing can. O(log n + objects), amortised.
+
+        It stays in the tree until `discard`, `moved` or `removed` says otherwise. Whether or not it is taken, it is not
+        offered again for `offer_again_s`: a caller that finds it locked just asks for the next one.
+        """
+        return self.order.next_victim(tier, now)
+
+    def discard(self, victim: Victim, now: float) -> None:
+        """The victim's objects, and those it strands, are deleted. Later `removed` events for them change nothing."""
+        self.removed(victim.namespace, victim.objects, now)
+        self.removed(victim.namespace, victim.stranded, now)
+
+    def moved(self, victim: Victim, to: Tier, now: float) -> None:
+        """The victim's objects are in `to` now and no longer in its tier. Refreshes nothing."""
+        self.stored(victim.namespace, [obj._replace(tier=to) for obj in victim.objects], now)
+        self.removed(victim.namespace, victim.objects, now)
+
+    def worth_moving(self, victim: Victim, to: Tier, free_bytes: float) -> bool:
+        """Whether `victim` deserves room in `to`: it fits in what is free there, or outranks what would have to go.
+
+        Orphans and what has a copy elsewhere do not. O(log n) amortised.
+        """
+        if victim.backed or victim.value == -np.inf:
+            return False
+        return victim.nbytes <= free_bytes or victim.value > self.order.lowest_value(to)
+
+    def residence_ratio(self, now: float) -> float:
+        """T_KV / T_state: how long KV stays against how long snapshots stay. 1 until both were evicted. O(1)."""
+        kv, state = self.tree.kv_residence.mean(now), self.tree.snapshot_residence.mean(now)
+        return kv / state if kv and state else 1.0
+
+    def _count_event(self) -> None:
+        """Let what was learned go live once the events since the last time have paid for re-pricing everything."""
+        self._events += 1
+        if self._events * 4 >= max(4 * MIN_EVENTS_TO_PUBLISH, len(self.tree)):
+            self.publish()
+
+    def publish(self, tau: float | None = None) -> None:
+        """Make what was learned (end hits, distances, prices) the live model and re-price every unit. O(n).
+
+        Called by itself once in max(256, n / 4) events, so that an event's share is O(1).
+        """
+        self._events = 0
+        self.access.publish()
+        self.cost.publish()
+        self.reach.rebuild()
+        self.order.reprice(tau)

@@ -1,0 +1,453 @@
+"""The prefix tree: which chunks are known, where they hang, which of their objects lie in which tier.
+
+A node is one chunk of one namespace, named by its rolling hash; it stands for the whole prefix that ends with it. Nodes
+are integers that index parallel arrays, since a million Python objects would cost more memory than the state they
+describe and be slower to walk. Ids are reused after a node is freed.
+
+Events may come in any order: a store before the chunk's parent is known (the node stays *detached* until a path names
+it), a removal seen twice, one rank long before another. What is there is always the union of what was reported.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from lmcache_histate.geometry import CacheGeometry
+from lmcache_histate.state_store.frontier import Frontier
+from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
+from lmcache_histate.state_store.residence import ResidenceTime
+
+TIERS = len(Tier)
+NO_NODE = -1
+
+
+class Namespace(NamedTuple):
+    """One model, layout and salt: chunks of two namespaces never meet."""
+
+    name: str
+    number: int
+    geometry: CacheGeometry
+    full_mask: int
+    """Rank bits of a complete chunk."""
+    root: int
+    """The node of the empty prefix."""
+    nodes: dict[bytes, int]
+    """Chunk hash to node."""
+
+
+class PathMatch(NamedTuple):
+    """How much of a path the cache holds, in chunks counted from its start."""
+
+    nodes: list[int]
+    """Node of every chunk that is known, a prefix of the path."""
+    whole: int
+    """Chunks whose KV is complete: the longest attention match."""
+    restorable: int
+    """Chunks up to the last snapshot inside `whole`: what a hybrid model can resume from. 0 if none."""
+
+
+class PrefixTree:
+    """Prefix tree over chunk hashes with object presence per kind, tier and rank.
+
+    Two facts are derived and kept current: a node is *whole* when its KV and that of all its ancestors is complete, and
+    *restorable* when it is whole and its snapshot is complete. Complete means every rank's object is in some tier.
+
+    Subclasses extend the `_kv_in`, `_kv_out`, `_entered`, `_left` and `_released` hooks.
+
+    Args:
+        pending_s: seconds that a chunk which was only looked up stays known while nothing was stored for it.
+    """
+
+    def __init__(self, pending_s: float = 60.0) -> None:
+        self.namespaces: list[Namespace] = []
+        self.parent = array("i")
+        self.position = array("i")
+        """Tokens in the prefix that ends with the node; -1 while detached."""
+        self.space = array("H")
+        """Number of the node's namespace."""
+        self.last_access = array("d")
+        """Seconds: last use of the snapshot at a restorable node, of the KV elsewhere."""
+        self.restorable = Frontier(self.parent)
+        self.hashes: list[bytes] = []
+        self.kv_residence = ResidenceTime()
+        self.snapshot_residence = ResidenceTime()
+        self.lineage = bytearray()
+        """A byte that the chunks of one session share with high probability: the sampling class of a path."""
+        self._child = array("i")
+        self._next = array("i")
+        self._previous = array("i")
+        self._whole = bytearray()
+        # One column per (kind, tier), kind-major: rank bits, and bytes of all ranks together.
+        self._mask = [array("I") for _ in range(2 * TIERS)]
+        self._size = [array("Q") for _ in range(2 * TIERS)]
+        self._free: list[int] = []
+        self._used = 0
+        self._pending: deque[tuple[float, int, bytes]] = deque()
+        self._pending_s = pending_s
+        self.tier_bytes = [0] * TIERS
+        """Bytes of all objects, per tier."""
+
+    # -- namespaces and nodes -------------------------------------------------------------------------------------
+
+    def add_namespace(self, name: str, geometry: CacheGeometry) -> Namespace:
+        """Register a namespace, or return the registered one.
+
+        Raises:
+            ValueError: the name is registered with another geometry.
+        """
+        for known in self.namespaces:
+            if known.name == name:
+                if known.geometry != geometry:
+                    raise ValueError(f"namespace {name!r} is registered with {known.geometry}, not {geometry}")
+                return known
+        number = len(self.namespaces)
+        root = self._allocate(b"", number, NO_NODE, 0)
+        self._whole[root] = 1
+        added = Namespace(name, number, geometry, (1 << geometry.ranks) - 1, root, {})
+        self.namespaces.append(added)
+        return added
+
+    def __len__(self) -> int:
+        """Chunks known, roots not counted."""
+        return self._used - len(self.namespaces)
+
+    @property
+    def capacity(self) -> int:
+        """Length of the node arrays: ids are below it."""
+        return len(self.parent)
+
+    def _grow(self, nodes: int) -> None:
+        """Append room for `nodes` more ids to every column."""
+        first = self.capacity
+        for column in (self.parent, self.position, self._child, self._next, self._previous):
+            column.frombytes(bytes(4 * nodes))
+        self.space.frombytes(bytes(2 * nodes))
+        self.last_access.frombytes(bytes(8 * nodes))
+        for column in self._mask:
+            column.frombytes(bytes(4 * nodes))
+        for wide in self._size:
+            wide.frombytes(bytes(8 * nodes))
+        self._whole.extend(bytes(nodes))
+        self.lineage.extend(bytes(nodes))
+        self.hashes.extend([b""] * nodes)
+        self.restorable.grow(nodes)
+        self._free.extend(range(first + nodes - 1, first - 1, -1))
+
+    def _allocate(self, chunk_hash: bytes, space: int, parent: int, position: int) -> int:
+        if not self._free:
+            self._grow(max(1024, self.capacity >> 3))
+        node = self._free.pop()
+        self._used += 1
+        self.parent[node] = NO_NODE
+        self.position[node] = position
+        self.space[node] = space
+        self.last_access[node] = 0.0
+        self.hashes[node] = chunk_hash
+        self._child[node] = self._next[node] = self._previous[node] = NO_NODE
+        self.lineage[node] = chunk_hash[-1] if chunk_hash else 0
+        if parent != NO_NODE:
+            self._hang(node, parent)
+        return node
+
+    def _hang(self, node: int, parent: int) -> None:
+        self.parent[node] = parent
+        sibling = self._child[parent]
+        if self.hashes[parent] and (sibling == NO_NODE or self._next[sibling] == NO_NODE):
+            # A first branch is most likely the same session rewinding; a place with many branches is a shared prefix,
+            # and what hangs there is a session of its own.
+            self.lineage[node] = self.lineage[parent]
+        self._next[node] = sibling
+        if sibling != NO_NODE:
+            self._previous[sibling] = node
+        self._child[parent] = node
+
+    def _release(self, node: int) -> None:
+        """Free `node` and then its ancestors, as long as they hold nothing and lead nowhere."""
+        while self._child[node] == NO_NODE and self.hashes[node] and not self._holds(node):
+            above, following, before = self.parent[node], self._next[node], self._previous[node]
+            if before != NO_NODE:
+                self._next[before] = following
+            elif above != NO_NODE:
+                self._child[above] = following
+            if following != NO_NODE:
+                self._previous[following] = before
+            del self.namespaces[self.space[node]].nodes[self.hashes[node]]
+            self._released(node)
+            self.hashes[node] = b""
+            self.parent[node] = NO_NODE
+            self._whole[node] = 0
+            self._free.append(node)
+            self._used -= 1
+            if above == NO_NODE:
+                return
+            node = above
+
+    def _holds(self, node: int) -> bool:
+        return any(column[node] for column in self._mask)
+
+    def expire(self, now: float) -> None:
+        """Forget chunks that were looked up `pending_s` ago and never stored. O(1) amortised over the look-ups."""
+        pending, horizon = self._pending, now - self._pending_s
+        while pending and pending[0][0] <= horizon:
+            _, node, chunk_hash = pending.popleft()
+            if self.hashes[node] == chunk_hash:
+                self._release(node)
+
+    # -- paths ----------------------------------------------------------------------------------------------------
+
+    def extend(self, space: Namespace, hashes: Sequence[bytes], now: float, after: bytes | None = None) -> list[int]:
+        """Make every chunk of a path known and return the nodes, shallow to deep.
+
+        The path starts at the root, or below the chunk `after` (known or not). Chunks that were stored before their
+        parent was known are put in their place. O(path), plus what a late parent makes restorable.
+
+        Raises:
+            ValueError: a hash is known below another parent; it then does not name a prefix.
+        """
+        known, parents = space.nodes, self.parent
+        block = space.geometry.block_tokens
+        above = space.root
+        if after is not None:
+            above = self._known_or_detached(space, after)
+            self._pending.append((now, above, after))
+        nodes = []
+        for chunk_hash in hashes:
+            node = known.get(chunk_hash, NO_NODE)
+            if node == NO_NODE:
+                depth = self.position[above]
+                node = self._allocate(chunk_hash, space.number, above, depth + block if depth >= 0 else -1)
+                known[chunk_hash] = node
+                self._pending.append((now, node, chunk_hash))
+            elif parents[node] != above:
+                if parents[node] != NO_NODE:
+                    raise ValueError(f"chunk {chunk_hash.hex()} follows two different prefixes")
+                self._attach(node, above)
+            nodes.append(node)
+            above = node
+        return nodes
+
+    def _known_or_detached(self, space: Namespace, chunk_hash: bytes) -> int:
+        node = space.nodes.get(chunk_hash, NO_NODE)
+        if node == NO_NODE:
+            node = self._allocate(chunk_hash, space.number, NO_NODE, -1)
+            space.nodes[chunk_hash] = node
+        return node
+
+    def _attach(self, node: int, above: int) -> None:
+        """Hang the detached `node`, with all that is below it, under `above`."""
+        self._hang(node, above)
+        self._attached(node)
+        if self.position[above] >= 0:
+            block = self.namespaces[self.space[node]].geometry.block_tokens
+            for below in self.subtree(node):
+                self.position[below] = self.position[self.parent[below]] + block
+        if self._whole[above]:
+            self._spread_whole(node)
+
+    def match(self, space: Namespace, hashes: Sequence[bytes]) -> PathMatch:
+        """Longest known, attention and restorable match of a path. Changes nothing. O(path)."""
+        known, whole, usable = space.nodes, self._whole, self.restorable.marked
+        nodes: list[int] = []
+        held = resume = 0
+        for chunk_hash in hashes:
+            node = known.get(chunk_hash, NO_NODE)
+            if node == NO_NODE:
+                break
+            nodes.append(node)
+            if whole[node]:
+                held += 1
+                if usable[node]:
+                    resume = held
+        return PathMatch(nodes, held, resume)
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the first chunk to `node`, the root left out. O(path)."""
+        nodes = []
+        parents = self.parent
+        while parents[node] >= 0:
+            nodes.append(node)
+            node = parents[node]
+        nodes.reverse()
+        return nodes
+
+    def children(self, node: int) -> Iterator[int]:
+        """Children of `node`, the newest first."""
+        child = self._child[node]
+        while child != NO_NODE:
+            yield child
+            child = self._next[child]
+
+    def subtree(self, node: int) -> list[int]:
+        """`node` and everything below it, parents before children."""
+        nodes = [node]
+        for above in nodes:
+            nodes.extend(self.children(above))
+        return nodes
+
+    # -- objects --------------------------------------------------------------------------------------------------
+
+    def store(self, space: Namespace, objects: Iterable[CacheObject], now: float) -> None:
+        """Record objects as present. Repeats are ignored; chunks that no path has named yet stay detached.
+
+        O(1) an object, plus O(chunks whose restorability changes).
+
+        Raises:
+            ValueError: a rank outside the namespace's geometry, or a negative size.
+        """
+        for chunk_hash, kind, rank, tier, nbytes in objects:
+            bit = 1 << rank if rank >= 0 else 0
+            if not bit & space.full_mask or nbytes < 0:
+                raise ValueError(f"rank {rank} or size {nbytes} is outside of {space.geometry}")
+            node = self._known_or_detached(space, chunk_hash)
+            column = kind * TIERS + tier
+            mask = self._mask[column]
+            if mask[node] & bit:
+                continue
+            before = self._anywhere(node, kind)
+            mask[node] |= bit
+            first = self._size[column][node] == 0
+            self._size[column][node] += nbytes
+            self.tier_bytes[tier] += nbytes
+            if not before & bit:
+                # A copy in another tier is not news; a piece that was nowhere is.
+                self.last_access[node] = max(self.last_access[node], now)
+            if kind == Kind.KV and first and nbytes:
+                self._kv_in(node, tier)
+            self._changed(node)
+            if before != space.full_mask and before | bit == space.full_mask:
+                self._completed(node, kind, now)
+
+    def remove(self, space: Namespace, objects: Iterable[CacheObject], now: float) -> None:
+        """Record objects as gone. Unknown ones and repeats are ignored. Costs as `store`."""
+        for chunk_hash, kind, rank, tier, _ in objects:
+            node = space.nodes.get(chunk_hash, NO_NODE)
+            column = kind * TIERS + tier
+            if node == NO_NODE or rank < 0 or not self._mask[column][node] >> rank & 1:
+                continue
+            mask, size = self._mask[column], self._size[column]
+            complete = self._anywhere(node, kind) == space.full_mask
+            # Ranks of one chunk are equal shards, so a share is exact; the last one takes what is left.
+            share = size[node] // mask[node].bit_count()
+            mask[node] &= ~(1 << rank)
+            size[node] -= share
+            self.tier_bytes[tier] -= share
+            if kind == Kind.KV and share and size[node] == 0:
+                self._kv_out(node, tier)
+            self._changed(node)
+            if complete and self._anywhere(node, kind) != space.full_mask:
+                self._broken(node, kind, now)
+            if not mask[node]:
+                self._release(node)
+
+    def _anywhere(self, node: int, kind: int) -> int:
+        """Rank bits of the objects of `kind` that lie in at least one tier."""
+        base = kind * TIERS
+        mask = self._mask
+        return mask[base][node] | mask[base + 1][node] | mask[base + 2][node]
+
+    def complete(self, node: int, kind: int) -> bool:
+        """Whether every rank's object of `kind` is in some tier. O(1)."""
+        return self._anywhere(node, kind) == self.namespaces[self.space[node]].full_mask
+
+    def complete_outside(self, node: int, kind: int, tier: int) -> bool:
+        """Whether every rank's object of `kind` is in some tier other than `tier`. O(1)."""
+        mask = 0
+        for other in range(TIERS):
+            if other != tier:
+                mask |= self._mask[kind * TIERS + other][node]
+        return mask == self.namespaces[self.space[node]].full_mask
+
+    def size(self, node: int, kind: int, tier: int) -> int:
+        """Bytes that all ranks of `kind` take in `tier`. O(1)."""
+        return self._size[kind * TIERS + tier][node]
+
+    def objects(self, node: int, kind: int, tier: int) -> list[CacheObject]:
+        """The objects of one node, kind and tier, by rank."""
+        column = kind * TIERS + tier
+        mask = self._mask[column][node]
+        if not mask:
+            return []
+        share = self._size[column][node] // mask.bit_count()
+        chunk_hash = self.hashes[node]
+        ranks = (rank for rank in range(mask.bit_length()) if mask >> rank & 1)
+        return [CacheObject(chunk_hash, Kind(kind), rank, Tier(tier), share) for rank in ranks]
+
+    def is_whole(self, node: int) -> bool:
+        """Whether the KV of the whole prefix is complete. O(1)."""
+        return self._whole[node] != 0
+
+    # -- what follows from an object ------------------------------------------------------------------------------
+
+    def _completed(self, node: int, kind: int, now: float) -> None:
+        if kind == Kind.KV:
+            self.kv_residence.arrived(now)
+            above = self.parent[node]
+            if above != NO_NODE and self._whole[above]:
+                self._spread_whole(node)
+        else:
+            self.snapshot_residence.arrived(now)
+            if self._whole[node]:
+                self._enter(node)
+
+    def _broken(self, node: int, kind: int, now: float) -> None:
+        if kind == Kind.KV:
+            self.kv_residence.left(now)
+            if self._whole[node]:
+                self._break_whole(node)
+        else:
+            self.snapshot_residence.left(now)
+            if self.restorable.marked[node]:
+                self._leave(node)
+
+    def _spread_whole(self, top: int) -> None:
+        """`top`'s parent is whole: so is `top`, if its KV is complete, and what follows from it."""
+        todo = [top]
+        for node in todo:
+            if self.complete(node, Kind.KV):
+                self._whole[node] = 1
+                if self.complete(node, Kind.SNAPSHOT):
+                    self._enter(node)
+                todo.extend(self.children(node))
+
+    def _break_whole(self, top: int) -> None:
+        lost = [top]
+        for node in lost:
+            lost.extend(child for child in self.children(node) if self._whole[child])
+        for node in reversed(lost):  # From the tail, as eviction would: a session's end moves up one step at a time.
+            if self.restorable.marked[node]:
+                self._leave(node)
+            self._whole[node] = 0
+
+    def _enter(self, node: int) -> None:
+        self.restorable.mark(node)
+        self._entered(node)
+
+    def _leave(self, node: int) -> None:
+        self.restorable.unmark(node)
+        self._left(node)
+
+    # -- hooks ----------------------------------------------------------------------------------------------------
+
+    def _attached(self, node: int) -> None:
+        """The detached `node` was hung below its parent."""
+
+    def _changed(self, node: int) -> None:
+        """An object of `node` came or went."""
+
+    def _kv_in(self, node: int, tier: int) -> None:
+        """`tier` holds KV bytes of `node` and held none."""
+
+    def _kv_out(self, node: int, tier: int) -> None:
+        """`tier` holds no KV bytes of `node` any more."""
+
+    def _entered(self, node: int) -> None:
+        """`node` has become restorable."""
+
+    def _left(self, node: int) -> None:
+        """`node` is restorable no more."""
+
+    def _released(self, node: int) -> None:
+        """`node` is about to be freed."""
