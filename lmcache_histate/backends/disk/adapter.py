@@ -1,4 +1,5 @@
-"""The disk store as an LMCache L2 adapter, loaded by LMCache's `plugin` adapter type. The only module here that imports `lmcache`.
+"""The disk store as an LMCache L2 adapter, loaded by LMCache's `plugin` adapter type. The only module here that
+imports `lmcache`.
 
 Select it with::
 
@@ -12,8 +13,8 @@ from __future__ import annotations
 import heapq
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,89 +28,38 @@ from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
+from lmcache_histate.backends.disk.core import Put
 from lmcache_histate.backends.disk.hints import PlaceHints
 from lmcache_histate.backends.disk.index import Entry, Load
 from lmcache_histate.backends.disk.namespace import layout_of
 from lmcache_histate.backends.disk.record import ObjectId, Place
-from lmcache_histate.backends.disk.store import DiskStore, Put, StoreConfig
+from lmcache_histate.backends.disk.settings import HELP, StoreConfig, parse
+from lmcache_histate.backends.disk.store import DiskStore
+from lmcache_histate.backends.disk.tasks import Batches
 
 logger = logging.getLogger(__name__)
-
-GIB = 1 << 30
 
 
 class HiStateDiskConfig(L2AdapterConfigBase):
     """The adapter's settings; `from_dict` reads LMCache's `adapter_params`, `help` explains them."""
 
-    def __init__(self, store: StoreConfig, store_threads: int = 2, load_threads: int = 4) -> None:
+    def __init__(self, store: StoreConfig) -> None:
         self.store = store
-        self.store_threads = store_threads
-        self.load_threads = load_threads
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> HiStateDiskConfig:
-        """Build the settings.
+        """Build the settings (see `settings.parse`).
 
         Raises:
-            ValueError: a field is missing, unknown, or has an impossible value; the message says which, and what to set.
+            ValueError: a field is missing, unknown, or has an impossible value; the message says which, and what to
+                set.
         """
-        known = {
-            "base_path", "max_capacity_gb", "min_free_gb", "shared", "direct_io", "sync", "fingerprint", "store_threads", "load_threads",
-        }  # fmt: skip
-        unknown = sorted(set(d) - known)
-        if unknown:
-            raise ValueError(f"adapter_params of the HiState disk tier: unknown field(s) {', '.join(unknown)}\n{cls.help()}")
-        path = _field(d, "base_path", str, None)
-        if not path:
-            raise ValueError("adapter_params.base_path must name a folder, for instance /mnt/nvme/histate")
-        direct = d.get("direct_io", "auto")
-        config = StoreConfig(
-            root=Path(path),
-            capacity_bytes=int(_number(d, "max_capacity_gb", None) * GIB),
-            min_free_bytes=int(_number(d, "min_free_gb", 1.0) * GIB),
-            shared=_field(d, "shared", bool, False),
-            direct_io=("on" if direct else "off") if isinstance(direct, bool) else str(direct),
-            sync=_field(d, "sync", bool, True),
-            fingerprint=_field(d, "fingerprint", str, ""),
-        )
-        if config.direct_io not in ("auto", "on", "off"):
-            raise ValueError(f"adapter_params.direct_io must be auto, on or off, not {direct!r}")
-        threads = {name: int(_number(d, name, default)) for name, default in (("store_threads", 2), ("load_threads", 4))}
-        for name, value in threads.items():
-            if not 1 <= value <= 64:
-                raise ValueError(f"adapter_params.{name} must be 1 to 64, not {value}")
-        return cls(config, **threads)
+        return cls(parse(d))
 
     @classmethod
     def help(cls) -> str:
         """What LMCache prints when the settings are wrong."""
-        return (
-            "HiState disk tier, adapter_params:\n"
-            "- base_path (str): folder of the store, on a local disk (required)\n"
-            "- max_capacity_gb (number): hard limit in GiB for everything in it, temporary files included (required)\n"
-            "- min_free_gb (number): free space in GiB that is left to others on the file system (default 1)\n"
-            "- shared (bool): other servers use the folder too, and all say so (default false)\n"
-            "- direct_io (auto, on, off): bypass the page cache (default auto: where the file system can)\n"
-            "- sync (bool): a reported store survives a power cut (default true)\n"
-            "- fingerprint (str): whatever else objects must have in common, such as a model revision (default empty)\n"
-            "- store_threads, load_threads (int): threads that write and read (default 2 and 4)"
-        )
-
-
-def _field(d: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    value = d.get(name, default)
-    if value is not None and not isinstance(value, kind):
-        raise ValueError(f"adapter_params.{name} must be a {kind.__name__}, not {value!r}")
-    return value
-
-
-def _number(d: Mapping[str, Any], name: str, default: float | None) -> float:
-    value = d.get(name, default)
-    if value is None:
-        raise ValueError(f"adapter_params.{name} is required: the number of GiB that this tier may use")
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise ValueError(f"adapter_params.{name} must be a number of at least 0, not {value!r}")
-    return float(value)
+        return HELP
 
 
 class Known(NamedTuple):
@@ -156,13 +106,11 @@ class HiStateDiskAdapter(L2AdapterInterface):
         self.hints = PlaceHints()
         self._store = DiskStore(config.store, self._removed)
         self._events = {name: create_event_notifier() for name in ("store", "lookup", "load")}
-        self._pools = {
-            "store": ThreadPoolExecutor(config.store_threads, "histate-disk-store"),
-            "load": ThreadPoolExecutor(config.load_threads, "histate-disk-load"),
-        }
+        self._storing = Batches(config.store.store_threads, "histate-disk-store")
+        self._loading = Batches(config.store.load_threads, "histate-disk-load")
         self._lock = threading.Lock()
         self._next_task = 0
-        self._closing = False
+        self._closed = False
         self._stores_done: dict[L2TaskId, L2StoreResult] = {}
         self._lookups_done: dict[L2TaskId, Bitmap] = {}
         self._loads_done: dict[L2TaskId, Bitmap] = {}
@@ -206,7 +154,8 @@ class HiStateDiskAdapter(L2AdapterInterface):
     def put(
         self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj], places: Sequence[Place] | None = None
     ) -> Future[list[Put]]:
-        """Store objects for our own code: the completion goes to the returned future, never to LMCache's StoreController.
+        """Store objects for our own code: the completion goes to the returned future, never to LMCache's
+        StoreController.
 
         Args:
             keys: What to store.
@@ -225,7 +174,9 @@ class HiStateDiskAdapter(L2AdapterInterface):
         done: Callable[[list[Put], int], None],
     ) -> None:  # fmt: skip
         if len(keys) != len(objects) or (places is not None and len(places) != len(keys)):
-            raise ValueError(f"{len(keys)} keys, {len(objects)} objects and {len(places or keys)} places must be as many")
+            raise ValueError(
+                f"{len(keys)} keys, {len(objects)} objects and {len(places or keys)} places must be as many"
+            )
         results = [Put.FAILED] * len(keys)
         dirty: list[set[Path]] = [set() for _ in keys]
 
@@ -238,18 +189,24 @@ class HiStateDiskAdapter(L2AdapterInterface):
                 results[:] = [Put.FAILED if r is Put.STORED else r for r in results]
             stored = [at for at, r in enumerate(results) if r is Put.STORED]
             if stored:
-                self._tell(self._notify_keys_stored, [keys[at] for at in stored], [self._store.charge(objects[at].get_size()) for at in stored])
+                self._tell(
+                    self._notify_keys_stored,
+                    [keys[at] for at in stored],
+                    [self._store.charge(objects[at].get_size()) for at in stored],
+                )
             done(results, sum(objects[at].get_size() for at in stored))
 
-        self._run("store", len(keys), one, finish)
+        self._storing.run(len(keys), one, finish)
 
     def _put_one(self, key: ObjectKey, obj: MemoryObj, place: Place, dirty: set[Path]) -> Put:
-        if self._closing or not obj.is_valid():
+        if self._storing.closing or not obj.is_valid():
             return Put.FAILED
         try:
             namespace = self._store.namespace(key.model_name, layout_of(obj.get_shapes(), obj.get_dtypes()))
         except OSError as e:
-            self._store.health.trouble("write", f"the folder of {key.model_name} cannot be made: {e}; its stores are dropped")
+            self._store.health.trouble(
+                "write", f"the folder of {key.model_name} cannot be made: {e}; its stores are dropped"
+            )
             return Put.FAILED
         return self._store.put(namespace, _id(key), _view(obj), place, obj.is_valid, dirty)
 
@@ -258,23 +215,30 @@ class HiStateDiskAdapter(L2AdapterInterface):
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> L2TaskId:
-        """See the base class. Only memory is asked, so the answer is ready on return (on a shared folder misses also ask the disk)."""
+        """See the base class. Only memory is asked, so the answer is ready on return (on a shared folder misses also
+        ask the disk).
+        """
         task = self._new_task()
 
-        def answer(_: int = 0) -> None:
-            try:
-                bitmap = self._lookup(keys, group_layout_descs)
-            except Exception:  # LMCache's loop must see a miss, not our bug
-                logger.exception("a lookup of %d keys failed; it counts as a miss", len(keys))
-                bitmap = Bitmap(len(keys))
+        found = Bitmap(len(keys))
+
+        def one(_: int) -> None:
+            nonlocal found
+            found = self._lookup(keys, group_layout_descs)
+
+        def finish() -> None:
             with self._lock:
-                self._lookups_done[task] = bitmap
+                self._lookups_done[task] = found
             self._events["lookup"].notify()
 
-        if self._store.config.shared and not self._closing:
-            self._pools["load"].submit(answer)
-        else:
-            answer()
+        if self._store.config.shared:
+            self._loading.run(1, one, finish)
+            return task
+        try:
+            one(0)
+        except Exception:  # LMCache's loop must see a miss, not our bug
+            logger.exception("a lookup of %d keys failed; it counts as a miss", len(keys))
+        finish()
         return task
 
     def _lookup(self, keys: list[ObjectKey], descs: dict[int, MemoryLayoutDesc]) -> Bitmap:
@@ -297,7 +261,9 @@ class HiStateDiskAdapter(L2AdapterInterface):
             return self._lookups_done.pop(task_id, None)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """See the base class. Waits for loads whose request gave up: their buffers are about to be reused (`DiskStore.unlock`)."""
+        """See the base class. Waits for loads whose request gave up: their buffers are about to be reused
+        (`DiskStore.unlock`).
+        """
         self._store.unlock(_id(key) for key in keys)
 
     # ---- loading
@@ -324,7 +290,8 @@ class HiStateDiskAdapter(L2AdapterInterface):
             return self._loads_done.pop(task_id, None)
 
     def fetch(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> Future[list[bool]]:
-        """Load objects for our own code: the completion goes to the returned future, never to LMCache's PrefetchController.
+        """Load objects for our own code: the completion goes to the returned future, never to LMCache's
+        PrefetchController.
 
         Args:
             keys: What to load.
@@ -349,7 +316,7 @@ class HiStateDiskAdapter(L2AdapterInterface):
             load, obj = loads[at], objects[at]
             if load is None:
                 return
-            if self._closing or not obj.is_valid():
+            if self._loading.closing or not obj.is_valid():
                 self._store.cancel_load(load)
             else:
                 results[at] = self._store.load(load, _view(obj), obj.is_valid)
@@ -360,7 +327,7 @@ class HiStateDiskAdapter(L2AdapterInterface):
                 self._tell(self._notify_keys_accessed, loaded)
             done(results)
 
-        self._run("load", len(keys), one, finish)
+        self._loading.run(len(keys), one, finish)
 
     def _announce(self, key: ObjectKey, obj: MemoryObj) -> Load | None:
         try:
@@ -387,17 +354,23 @@ class HiStateDiskAdapter(L2AdapterInterface):
 
     def touch(self, keys: Iterable[ObjectKey]) -> None:
         """Note an access to each key that is stored here (a hit that CPU memory served, for instance)."""
-        self._store.touch_all(_id(key) for key in keys)
+        self._store.touch(_id(key) for key in keys)
 
     def delete_keys(self, keys: Iterable[ObjectKey]) -> DeleteReport:
-        """Delete objects now, on the calling thread. What is held is passed over, without waiting; one failure stops nothing."""
+        """Delete objects now, on the calling thread. What is held is passed over, without waiting; one failure stops
+        nothing.
+        """
         result = self._store.delete(_id(key) for key in keys)
         gone = [_key(e.object_id) for e in result.entries]
         charges = [e.charge for e in result.entries]
         if gone:
             self._tell(self._notify_keys_deleted, gone, charges)
         return DeleteReport(
-            gone, sum(charges), list(map(_key, result.held)), list(map(_key, result.missing)), list(map(_key, result.failed))
+            gone,
+            sum(charges),
+            list(map(_key, result.held)),
+            list(map(_key, result.missing)),
+            list(map(_key, result.failed)),
         )
 
     def delete(self, keys: list[ObjectKey]) -> None:
@@ -414,8 +387,12 @@ class HiStateDiskAdapter(L2AdapterInterface):
         """The store underneath, for its `usage`, `health` and `config`."""
         return self._store
 
-    def list_l2_keys(self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None) -> KeyListPage:
-        """See the base class. Pages are ordered by namespace and file name; keys stored meanwhile may or may not appear."""
+    def list_l2_keys(
+        self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
+    ) -> KeyListPage:
+        """See the base class. Pages are ordered by namespace and file name; keys stored meanwhile may or may not
+        appear.
+        """
         if page_size < 1:
             raise ValueError(f"page_size must be positive, not {page_size}")
         entries = (e for e in self._store.entries() if model_name is None or e.object_id.model == model_name)
@@ -440,10 +417,10 @@ class HiStateDiskAdapter(L2AdapterInterface):
         usage = self._store.usage()
         counters, troubles = self._store.health.report()
         return {
-            "is_healthy": not self._closing and not troubles.keys() & {"write", "folder", "read"},
+            "is_healthy": not self._closed and not troubles.keys() & {"write", "folder", "read"},
             "type": type(self).__name__,
             "base_path": str(self._store.config.root),
-            "io": self._store.io.name,
+            "io": self._store.io_name,
             "shared": self._store.config.shared,
             "capacity_bytes": usage.capacity_bytes,
             "used_bytes": usage.used_bytes,
@@ -454,12 +431,14 @@ class HiStateDiskAdapter(L2AdapterInterface):
         }
 
     def close(self) -> None:
-        """See the base class. Running reads and writes end first, waiting ones do not start; then nothing touches a buffer any more."""
-        if self._closing:
+        """See the base class. Running reads and writes end first, waiting ones do not start; then no buffer is
+        touched any more.
+        """
+        if self._closed:
             return
-        self._closing = True
-        for pool in self._pools.values():
-            pool.shutdown(wait=True)
+        self._closed = True
+        self._storing.close()
+        self._loading.close()
         self._store.close()
         for event in self._events.values():
             event.close()
@@ -470,32 +449,6 @@ class HiStateDiskAdapter(L2AdapterInterface):
         with self._lock:
             self._next_task += 1
             return self._next_task
-
-    def _run(self, pool: str, count: int, one: Callable[[int], None], finish: Callable[[], None]) -> None:
-        """Run `one` for each index on a pool, and `finish` after the last, on the thread that did it."""
-        left = count
-        lock = threading.Lock()
-
-        def step(at: int) -> None:
-            nonlocal left
-            try:
-                one(at)
-            except Exception:  # a bug of ours, or a buffer with odd metadata: that key fails, the batch goes on
-                logger.exception("the disk tier failed on one object; it counts as not stored or not found")
-            with lock:
-                left -= 1
-                last = left == 0
-            if last:
-                finish()
-
-        if count == 0:
-            finish()
-        elif self._closing:
-            for at in range(count):
-                step(at)  # every step sees that the adapter closes, and does nothing
-        else:
-            for at in range(count):
-                self._pools[pool].submit(step, at)
 
     def _tell(self, notify: Callable[..., None], *args: Any) -> None:
         try:
@@ -508,7 +461,8 @@ class HiStateDiskAdapter(L2AdapterInterface):
             self._tell(self._notify_keys_deleted, [_key(e.object_id) for e in entries], [e.charge for e in entries])
 
     def _seed_accounting(self) -> None:
-        # The base class counts what passes through its notifications; what was on disk before must be in its sums as well.
+        # The base class counts what passes through its notifications; what was on disk before must be in its sums as
+        # well.
         usage = self._store.usage()
         with self._usage_lock:
             self._bytes_by_cache_salt = dict(usage.bytes_by_salt)

@@ -1,7 +1,8 @@
-"""The durable catalogue: each object's place in the prefix tree and its last access, in sqlite, written by one background thread.
+"""The durable catalogue: each object's place in the prefix tree and its last access, in sqlite, written by one
+background thread.
 
-Nothing waits for it. It may lag behind the files by one batch and be lost altogether: the files are the truth, and all but the last
-access and later corrections of a place stand in the record headers as well.
+Nothing waits for it. It may lag behind the files by one batch and be lost altogether: the files are the truth, and
+all but the last access and later corrections of a place stand in the record headers as well.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Row(NamedTuple):
 class Catalogue:
     """Open (or make) the catalogue of a store, and write to it in the background.
 
-    A catalogue that cannot be read is moved aside and begun anew; one that cannot be written is done without. Both are logged once.
+    A catalogue that cannot be read is moved aside and begun anew; one that cannot be written is done without. Both
+    are logged once.
 
     Args:
         root: The store's folder.
@@ -88,10 +90,14 @@ class Catalogue:
             try:
                 return self._connect()
             except sqlite3.Error as e:
-                # OperationalError is the environment's doing (no room, no permission, an odd file system): the file itself may be
-                # good. Anything else says that it is not a catalogue any more.
+                # OperationalError is the environment's doing (no room, no permission, an odd file system): the file
+                # itself may be good. Anything else says that it is not a catalogue any more.
                 if isinstance(e, sqlite3.OperationalError) or self._shared or attempt == 2:
-                    logger.warning("catalogue %s cannot be used (%s): places and last accesses are kept in memory only", self._path, e)
+                    logger.warning(
+                        "catalogue %s cannot be used (%s): places and last accesses are kept in memory only",
+                        self._path,
+                        e,
+                    )
                     return None
                 logger.warning("catalogue %s is damaged (%s): it is rebuilt from the record headers", self._path, e)
                 remove_catalogue(self._path.parent)
@@ -109,7 +115,9 @@ class Catalogue:
                 raise sqlite3.DatabaseError(f"version {version}, this build writes version {_VERSION}")
             db.execute(_SCHEMA)
             db.execute(f"PRAGMA user_version={_VERSION}")
-            db.execute("SELECT ns, file, chunk_hash, kv_rank, grp, salt, payload, parent, position FROM objects LIMIT 1").fetchall()
+            db.execute(
+                "SELECT ns, file, chunk_hash, kv_rank, grp, salt, payload, parent, position FROM objects LIMIT 1"
+            ).fetchall()
         except sqlite3.Error:
             db.close()
             raise
@@ -122,14 +130,16 @@ class Catalogue:
         with self._db_lock:
             try:
                 for f, h, rank, grp, salt, size, stored, access, kind, parent, position in self._db.execute(
-                    "SELECT file, chunk_hash, kv_rank, grp, salt, payload, stored_at, last_access, kind, parent, position"
-                    " FROM objects WHERE ns = ?",
+                    "SELECT file, chunk_hash, kv_rank, grp, salt, payload, stored_at, last_access, kind, parent,"
+                    " position FROM objects WHERE ns = ?",
                     (namespace,),
                 ):
                     place = Place(parent, position, Kind(kind))
                     yield f, Row(ObjectId(model, h, rank, grp, salt), size, stored, access, place)
             except (sqlite3.Error, ValueError) as e:
-                logger.warning("catalogue %s is damaged (%s): what it lacks is read from the record headers", self._path, e)
+                logger.warning(
+                    "catalogue %s is damaged (%s): what it lacks is read from the record headers", self._path, e
+                )
 
     def put(self, namespace: str, file: str, row: Row) -> None:
         """Remember a row soon. Never blocks on the disk."""
@@ -142,7 +152,8 @@ class Catalogue:
     def _enqueue(self, namespace: str, file: str, row: Row | None) -> None:
         with self._wake:
             if len(self._pending) >= _MAX_PENDING and (namespace, file) not in self._pending:
-                return  # a catalogue that cannot be written for long must not eat the memory; headers still hold the place
+                # A catalogue that cannot be written for long must not eat the memory; headers still hold the place.
+                return
             self._pending[namespace, file] = row
             if len(self._pending) in (1, FLUSH_ROWS):
                 self._wake.notify_all()
@@ -151,7 +162,9 @@ class Catalogue:
         """Wait until everything enqueued so far was written; false if it was not within `timeout` seconds."""
         with self._wake:
             self._wake.notify_all()
-            return self._wake.wait_for(lambda: self._db is None or self._failed or not (self._pending or self._flushing), timeout)
+            return self._wake.wait_for(
+                lambda: self._db is None or self._failed or not (self._pending or self._flushing), timeout
+            )
 
     def _run(self) -> None:
         while True:
@@ -198,7 +211,9 @@ class Catalogue:
                     damaged = True
                 else:
                     if not self._failed:
-                        logger.warning("catalogue %s cannot be written (%s): it will lag behind until it can", self._path, e)
+                        logger.warning(
+                            "catalogue %s cannot be written (%s): it will lag behind until it can", self._path, e
+                        )
                     self._failed = True
                     return False
             else:

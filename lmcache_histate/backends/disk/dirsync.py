@@ -14,8 +14,9 @@ MAX_BATCH = 512
 class DirectorySync:
     """Group commit for directories.
 
-    A caller that finds nobody synchronising does the round for all who wait; the others sleep until their directories are done. A
-    round that starts after a caller's rename covers it, so each directory costs one fsync a round however many renames it saw.
+    A caller that finds nobody synchronising does the round for all who wait; the others sleep until their directories
+    are done. A round that starts after a caller's rename covers it, so each directory costs one fsync a round however
+    many renames it saw.
     """
 
     def __init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -24,6 +25,7 @@ class Health:
         self._counts: Counter[str] = Counter()
         self._trouble: dict[str, str] = {}
         self._said: dict[str, float] = {}
+        self._unsaid: Counter[str] = Counter()
 
     def count(self, event: str, by: int = 1) -> None:
         """Add to a counter."""
@@ -35,12 +37,23 @@ class Health:
         with self._lock:
             self._counts[f"trouble_{kind}"] += 1
             now = time.monotonic()
-            say = kind not in self._trouble and now - self._said.get(kind, -REPEAT_SECONDS) >= REPEAT_SECONDS
+            say = kind not in self._trouble and now - self._said.get(kind, -math.inf) >= REPEAT_SECONDS
             self._trouble[kind] = message
             if say:
                 self._said[kind] = now
         if say:
             self._logger.warning("%s", message)
+
+    def notice(self, kind: str, message: str) -> None:
+        """Report one of possibly many events of a kind: the first, and then at most one in `REPEAT_SECONDS`."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._said.get(kind, -math.inf) < REPEAT_SECONDS:
+                self._unsaid[kind] += 1
+                return
+            self._said[kind] = now
+            unsaid = self._unsaid.pop(kind, 0)
+        self._logger.warning("%s%s", message, f" ({unsaid} more like it since the last line)" if unsaid else "")
 
     def well(self, kind: str) -> None:
         """Note that a kind of trouble is over, if it was there."""

@@ -1,7 +1,8 @@
 """What those who know the prefix tree tell the disk tier about objects before they are stored.
 
-LMCache hands an L2 adapter keys and buffers, and nothing in a key says which chunk came before or how many tokens. Whoever sees that (a
-listener of `MP_TOKENS` events, the eviction core) leaves it here; a store picks it up. What nobody said is stored as unknown.
+LMCache hands an L2 adapter keys and buffers, and nothing in a key says which chunk came before or how many tokens.
+Whoever sees that (a listener of `MP_TOKENS` events, the eviction core) leaves it here; a store picks it up. What
+nobody said is stored as unknown.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What the store holds, in memory: one entry an object, with its locks. Pure bookkeeping; the store's own lock protects it."""
+"""What the store holds, in memory: one entry an object, with its locks. Pure bookkeeping; the store's own lock
+protects it.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,28 @@ class Entry:
     """One published object."""
 
     __slots__ = (
-        "charge", "deadline", "file", "last_access", "loads", "locks", "namespace", "object_id", "payload_bytes", "place", "stored_at",
-    )  # fmt: skip
+        "charge",
+        "deadline",
+        "file",
+        "last_access",
+        "loads",
+        "locks",
+        "namespace",
+        "object_id",
+        "payload_bytes",
+        "place",
+        "stored_at",
+    )
 
     def __init__(
-        self, namespace: Namespace, object_id: ObjectId, payload_bytes: int, charge: int, stored_at: float, last_access: float, place: Place
+        self,
+        namespace: Namespace,
+        object_id: ObjectId,
+        payload_bytes: int,
+        charge: int,
+        stored_at: float,
+        last_access: float,
+        place: Place,
     ) -> None:
         self.namespace = namespace
         self.object_id = object_id
@@ -61,7 +80,8 @@ class Entry:
     def abandon(self) -> bool:
         """After a lock was given back: whether no load is left without one.
 
-        Loads that nobody can be waiting for (no lock is left) are abandoned; those that did not start yet are gone at once.
+        Loads that nobody can be waiting for (no lock is left) are abandoned; those that did not start yet are gone at
+        once.
         """
         if self.locks == 0:
             for load in self.loads:

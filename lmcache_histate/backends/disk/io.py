@@ -1,7 +1,8 @@
 """Moving records between memory and disk: direct I/O where the file system has it, plain I/O elsewhere.
 
-Both speak the small protocol `RecordIO`. They block; callers run them on threads (every system call here, the checksum and the
-staging copies release the GIL). Threads were chosen over io_uring by measurement, see `docs/disk.md`.
+Both speak the small protocol `RecordIO`. They block; callers run them on threads (every system call here, the
+checksum and the staging copies release the GIL). Threads were chosen over io_uring by measurement, see
+`docs/disk.md`.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ class AlignedPool:
         try:
             return self._free.get_nowait()
         except queue.Empty:
-            return memoryview(mmap.mmap(-1, self._size))  # anonymous pages: aligned, and returned to the system when dropped
+            return memoryview(
+                mmap.mmap(-1, self._size)
+            )  # anonymous pages: aligned, and returned to the system when dropped
 
     def give(self, buffer: memoryview) -> None:
         """Return a buffer that nothing uses any more."""

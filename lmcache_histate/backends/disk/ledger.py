@@ -1,7 +1,7 @@
 """Accounting against a hard capacity: bytes are reserved before they are written and given back when they are gone.
 
-`LocalLedger` counts for one process, `SharedLedger` for all servers that share a folder. Both answer at once, in memory or under one
-`flock`; neither ever touches sqlite.
+`LocalLedger` counts for one process, `SharedLedger` for all servers that share a folder. Both answer at once, in
+memory or under one `flock`; neither ever touches sqlite.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ class Ledger(Protocol):
     """Bytes in use and bytes promised. Their sum never exceeds the capacity once `set_used` came in below it."""
 
     def guard(self) -> AbstractContextManager[None]:
-        """Hold still every other process's publishing and deleting, so that files and numbers change together. Reentrant."""
+        """Hold still every other process's publishing and deleting, so that files and numbers change together.
+        Reentrant.
+        """
         ...
 
     def reserve(self, size: int, capacity: int) -> bool:
@@ -115,7 +117,8 @@ _SIZE = 4096
 class SharedLedger:
     """A ledger in a small file that several servers map and change under its `flock`.
 
-    A process that dies leaves its promises behind; the next process to start finds them by the scratch token and drops them.
+    A process that dies leaves its promises behind; the next process to start finds them by the scratch token and
+    drops them.
 
     Args:
         path: The ledger's file, made if absent.

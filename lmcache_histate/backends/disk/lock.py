@@ -80,7 +80,9 @@ class Scratch:
     """
 
     def __init__(self, root: Path) -> None:
-        self.token = int.from_bytes(os.urandom(7), "little") or 1  # seven bytes: fits sqlite's and struct's signed 64 bits
+        self.token = (
+            int.from_bytes(os.urandom(7), "little") or 1
+        )  # seven bytes: fits sqlite's and struct's signed 64 bits
         self.folder = root / "tmp" / f"{self.token:014x}"
         self._fd = -1
         self.create()
@@ -106,7 +108,8 @@ class Scratch:
 def sweep_scratch(root: Path) -> tuple[set[int], int]:
     """Delete the temporary folders of dead processes.
 
-    Call it while nobody creates one: under the folder lock when the folder is not shared, under the ledger's when it is.
+    Call it while nobody creates one: under the folder lock when the folder is not shared, under the ledger's when it
+    is.
 
     Returns:
         Tokens of the dead, and the number of files that they left.

@@ -7,8 +7,9 @@ import hashlib
 import json
 import os
 import re
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,9 @@ Layout = tuple[tuple[tuple[int, ...], str], ...]
 
 @dataclass(eq=False)
 class Namespace:
-    """A folder of records that all have one model and one layout. Compared by identity: the store makes one per folder."""
+    """A folder of records that all have one model and one layout. Compared by identity: the store makes one per
+    folder.
+    """
 
     name: str
     folder: Path
@@ -111,6 +114,90 @@ def folders(root: Path) -> list[Path]:
     with contextlib.suppress(FileNotFoundError):
         return sorted(p for p in (root / "ns").iterdir() if p.is_dir())
     return []
+
+
+class Namespaces:
+    """The namespaces of an open store. Thread-safe.
+
+    Args:
+        root: The store's folder.
+        fingerprint: `StoreConfig.fingerprint`.
+        shared: Whether other servers may make namespaces, so that unknown ones are looked for on disk.
+    """
+
+    def __init__(self, root: Path, fingerprint: str, shared: bool) -> None:
+        self._root = root
+        self._fingerprint = fingerprint
+        self._shared = shared
+        self._lock = threading.Lock()
+        self._known: dict[str, Namespace] = {}
+        self._names: dict[tuple[str, Layout], str] = {}
+
+    def __iter__(self) -> Iterator[Namespace]:
+        return iter(list(self._known.values()))
+
+    def add(self, namespace: Namespace) -> None:
+        """Know a namespace that was found on disk."""
+        with self._lock:
+            self._known.setdefault(namespace.name, namespace)
+
+    def name_of(self, model: str, layout: Layout) -> str:
+        """Name of a model and layout's namespace, whether it exists or not."""
+        name = self._names.get((model, layout))
+        if name is None:
+            name = self._names[model, layout] = namespace_name(model, layout, self._fingerprint)
+        return name
+
+    def get_or_make(self, model: str, layout: Layout, reserve: Callable[[], None]) -> Namespace:
+        """The namespace of a model and layout.
+
+        Args:
+            reserve: Called before a folder is made; raises if there is no room.
+
+        Raises:
+            OSError: the folder cannot be made, or `reserve` said no.
+        """
+        name = self.name_of(model, layout)
+        known = self._known.get(name)
+        if known is not None and known.layout is not None:
+            return known
+        with self._lock:
+            known = self._known.get(name)
+            if known is None and not (self._root / "ns" / name).is_dir():
+                reserve()
+            made = create(self._root, model, layout, self._fingerprint)
+            if known is not None:  # its manifest was lost; entries hold on to this very object
+                known.layout, known.opaque = made.layout, made.opaque
+                return known
+            self._known[name] = made
+            return made
+
+    def candidates(self, model: str, layout: Layout | None) -> tuple[Namespace, ...]:
+        """Namespaces in which an object of this model and layout may be, best first; the model's all if the layout is
+        unknown.
+
+        Namespaces of serialized objects always count: their layout is not the one that a lookup names. A load checks
+        again.
+        """
+        if layout is None:
+            return tuple(n for n in self if n.model == model)
+        exact = self.name_of(model, layout)
+        first = self._known.get(exact)
+        if first is None and self._shared and (found := load(self._root / "ns" / exact)) is not None:
+            self.add(found)
+            first = self._known[exact]
+        others = tuple(n for n in self if n.opaque and n.model == model and n is not first)
+        return others if first is None else (first, *others)
+
+    def put_back(self, lost: Iterable[Namespace]) -> None:
+        """Make the folders and manifests of namespaces anew.
+
+        Raises:
+            OSError: as the system says.
+        """
+        for n in lost:
+            n.folder.mkdir(parents=True, exist_ok=True)
+            write_manifest(n.folder, n.model, n.layout, self._fingerprint)
 
 
 def layout_of(shapes: Sequence[Iterable[int]], dtypes: Sequence[object]) -> Layout:

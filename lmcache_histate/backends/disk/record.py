@@ -1,15 +1,18 @@
 """The record format: how one object looks on disk. Pure: bytes in, bytes out.
 
-A record is one header block of `HEADER_BYTES` followed by the payload, padded with zeros to a multiple of `BLOCK`. The payload thus
-starts on a block boundary and direct I/O can move it straight between the disk and a caller's aligned buffer.
+A record is one header block of `HEADER_BYTES` followed by the payload, padded with zeros to a multiple of `BLOCK`.
+The payload thus starts on a block boundary and direct I/O can move it straight between the disk and a caller's
+aligned buffer.
 
 Header block (little endian)::
 
     magic 8s | version u16 | kind u8 | flags u8 | header checksum u64 | payload bytes u64 | payload checksum u64
-    | stored at f64 | position i64 | kv rank i64 | group u32 | five u16 lengths | namespace | model | chunk hash | salt | parent
+    | stored at f64 | position i64 | kv rank i64 | group u32 | five u16 lengths | namespace | model | chunk hash |
+    salt | parent
 
-The header checksum is xxh3_64 over the whole block with its own field zeroed. The payload checksum is xxh3_64 over the 8-byte
-xxh3_64 digests of the payload's `SEGMENT`-sized pieces, so that pieces can be verified in any order and on several threads.
+The header checksum is xxh3_64 over the whole block with its own field zeroed. The payload checksum is xxh3_64 over
+the 8-byte xxh3_64 digests of the payload's `SEGMENT`-sized pieces, so that pieces can be verified in any order and on
+several threads.
 """
 
 from __future__ import annotations

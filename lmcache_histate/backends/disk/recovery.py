@@ -1,7 +1,7 @@
 """Finding out what a folder holds: the files are the truth, the catalogue adds what only it knows.
 
-Every published record is found again by listing the shards; one without a catalogue row is taken in from its header. Files that cannot
-be records (cut, grown, misnamed, unreadable headers) are deleted and counted.
+Every published record is found again by listing the shards; one without a catalogue row is taken in from its header.
+Files that cannot be records (cut, grown, misnamed, unreadable headers) are deleted and counted.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def scan(root: Path, catalogue: Catalogue | None, now: float) -> Recovered:
     return found
 
 
-def _scan_namespace(folder: Path, catalogue: Catalogue | None, now: float, pool: ThreadPoolExecutor, found: Recovered) -> None:
+def _scan_namespace(
+    folder: Path, catalogue: Catalogue | None, now: float, pool: ThreadPoolExecutor, found: Recovered
+) -> None:
     files = dict(_list_files(folder))
     namespace = namespaces.load(folder) or _adopt(folder, files)
     if namespace is None:

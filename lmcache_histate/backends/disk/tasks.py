@@ -1,0 +1,64 @@
+"""Running a batch of independent steps on a thread pool, with one call when the last is done."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+logger = logging.getLogger(__name__)
+
+
+class Batches:
+    """A thread pool for batches.
+
+    Args:
+        threads: How many steps run at once.
+        name: Prefix of the threads' names.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(threads, name)
+        self._lock = threading.Lock()
+        self._closing = False
+
+    @property
+    def closing(self) -> bool:
+        """Whether steps should do nothing any more but say so."""
+        return self._closing
+
+    def run(self, count: int, step: Callable[[int], None], finish: Callable[[], None]) -> None:
+        """Run `step` for 0 to `count` - 1, and `finish` after the last, on the thread that did it.
+
+        A step that raises is logged and does not stop the others. After `close` everything runs on the caller's thread.
+        """
+        left = count
+        lock = threading.Lock()
+
+        def one(at: int) -> None:
+            nonlocal left
+            try:
+                step(at)
+            except Exception:  # a bug of ours, or a buffer with odd metadata: that key fails, the batch goes on
+                logger.exception("the disk tier failed on one object; it counts as not stored or not found")
+            with lock:
+                left -= 1
+                last = left == 0
+            if last:
+                finish()
+
+        if count == 0:
+            finish()
+        for at in range(count):
+            with self._lock:
+                if not self._closing:
+                    self._pool.submit(one, at)
+                    continue
+            one(at)
+
+    def close(self) -> None:
+        """Let running steps end and waiting ones pass (they see `closing`), then return."""
+        with self._lock:
+            self._closing = True
+        self._pool.shutdown(wait=True)
