@@ -81,11 +81,11 @@ def server_module_spec(config: Config, chunk_size: int) -> dict[str, Any]:
     ``config`` in it is what ``Config.from_json`` reads back, with `chunk_size` in tokens in place of ``auto``, and
     without the passwords of ``remote_url`` and ``histate.directory``.
     """
-    # Flags and adapters have reached LMCache on their own; repeating them here would only lengthen the command line.
     settings = config.to_json()
     settings["chunk_size"] = chunk_size
-    for name in ("server_args", "l2_adapters"):
-        del settings[name]
+    # Flags and adapters have reached LMCache on their own; repeating them would only lengthen the command line.
+    del settings["server_args"]
+    settings["l2_adapters"] = [{"type": spec["type"]} for spec in config.l2_adapters]
     if config.remote_url is not None:
         settings["remote_url"] = strip_credentials(config.remote_url)
     if config.histate.directory is not None:

@@ -103,11 +103,18 @@ def server_command(config: Config, chunk_size: int, *, show_secrets: bool) -> li
     """The whole ``lmcache server`` command for the first of ``server_url``, one word an item."""
     endpoint = config.endpoints[0]
     words = ["lmcache", "server", "--host", endpoint.host, "--port", str(endpoint.port), "--http-host", endpoint.host]
-    for word in server_arguments(config, chunk_size):
-        if word.startswith("{") and not show_secrets:
-            word = json.dumps(hide_secrets(json.loads(word)), separators=(",", ":"))
-        words.append(word if show_secrets else hide_secrets(word))
-    return words
+    words += server_arguments(config, chunk_size)
+    return words if show_secrets else [_hide_in_word(word) for word in words]
+
+
+def _hide_in_word(word: str) -> str:
+    """A word of a command line without passwords, looking into JSON where it is JSON."""
+    try:
+        value = json.loads(word) if word.startswith("{") else word
+    except json.JSONDecodeError:
+        value = word
+    hidden = hide_secrets(value)
+    return hidden if isinstance(hidden, str) else json.dumps(hidden, separators=(",", ":"))
 
 
 def _placeheld(value: Any) -> Any:

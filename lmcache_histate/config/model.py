@@ -266,6 +266,12 @@ class Config(_Settings):
             )
         return self
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the settings are equal, wherever they came from."""
+        return isinstance(other, Config) and self.model_dump() == other.model_dump()
+
+    __hash__ = None  # type: ignore[assignment]  # adapter objects are dictionaries
+
     def origin(self, key: str) -> str:
         """Where the value of `key` came from: ``cache.yaml:12``, ``environment HISTATE_INTERVAL`` or ``default``.
 

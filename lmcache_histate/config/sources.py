@@ -65,7 +65,7 @@ def load_config(environ: Mapping[str, str] | None = None) -> Config | None:
         if not _mentions_section(source):
             return None
         section = _read_mapping(source, "LMCACHE_CONFIG_FILE")
-        if not any(key == "histate" for key, _, _ in _entries(section)):
+        if not any(entry.key == "histate" for entry in _entries(section)):
             return None
         _collect_file(section, source, found, strict=False)
     _collect_environment(environ, found)
@@ -126,35 +126,65 @@ def _read_mapping(source: str, variable: str) -> yaml.MappingNode | None:
     return node
 
 
-def _entries(node: yaml.MappingNode | None) -> list[tuple[str, int, yaml.Node]]:
-    """Key, line and value node of every entry of a mapping, YAML's merges (``<<``) resolved, in file order."""
+@dataclass(frozen=True)
+class _Entry:
+    """One key of a mapping in the file, the line it stands on, and the line of an earlier one with the same name."""
+
+    key: str
+    line: int
+    node: yaml.Node
+    earlier_line: int | None
+
+
+def _entries(node: yaml.MappingNode | None) -> list[_Entry]:
+    """The entries of a mapping, YAML's merges (``<<``) resolved, in file order."""
     if node is None:
         return []
-    loader = yaml.SafeLoader("")
-    loader.flatten_mapping(node)
-    entries = []
+    first_lines: dict[str, int] = {}
+    earlier: dict[int, int] = {}
+    for key_node, _ in node.value:
+        key, line = _key_text(key_node), key_node.start_mark.line + 1
+        if key in first_lines and key != "<<":
+            earlier[line] = first_lines[key]
+        first_lines.setdefault(key, line)
+    # A merge puts what it brings before the mapping's own entries, which thereby win.
+    yaml.SafeLoader("").flatten_mapping(node)
+    own: dict[tuple[str, int | None], _Entry] = {}
     for key_node, value_node in node.value:
-        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
-        entries.append((str(key), key_node.start_mark.line + 1, value_node))
-    return entries
+        key, line = _key_text(key_node), key_node.start_mark.line + 1
+        own[key, earlier.get(line)] = _Entry(key, line, value_node, earlier.get(line))
+    return list(own.values())
+
+
+def _key_text(node: yaml.Node) -> str:
+    return node.value if isinstance(node, yaml.ScalarNode) else "?"
 
 
 def _collect_file(node: yaml.MappingNode | None, source: str, found: _Found, *, strict: bool) -> None:
-    for key, line, value in _entries(node):
-        where = f"{source}:{line}"
-        if key != "histate":
-            _collect_entry(key, where, value, found, strict=strict)
-        elif isinstance(value, yaml.MappingNode):
-            for inner, inner_line, inner_value in _entries(value):
-                _collect_entry(f"histate.{inner}", f"{source}:{inner_line}", inner_value, found, strict=True)
-        elif _construct(value) is not None:
+    for entry in _entries(node):
+        if entry.key != "histate":
+            _collect_entry(entry, "", source, found, strict=strict)
+        elif entry.earlier_line is not None:
             found.problems.append(
-                f"{where}: histate: expected a section. Put its settings below it, indented, for example "
-                "'interval: adaptive'."
+                f"{source}:{entry.line}: histate: already begun in line {entry.earlier_line}. Join the two sections."
+            )
+        elif isinstance(entry.node, yaml.MappingNode):
+            for inner in _entries(entry.node):
+                _collect_entry(inner, "histate.", source, found, strict=True)
+        elif _construct(entry.node) is not None:
+            found.problems.append(
+                f"{source}:{entry.line}: histate: expected a section. Put its settings below it, indented, for "
+                "example 'interval: adaptive'."
             )
 
 
-def _collect_entry(key: str, where: str, node: yaml.Node, found: _Found, *, strict: bool) -> None:
+def _collect_entry(entry: _Entry, prefix: str, source: str, found: _Found, *, strict: bool) -> None:
+    key, where = prefix + entry.key, f"{source}:{entry.line}"
+    if entry.earlier_line is not None:
+        found.problems.append(
+            f"{where}: {key}: already set in {source}:{entry.earlier_line}. Keep one of the two lines."
+        )
+        return
     if key not in SETTINGS:
         if strict or key not in IN_PROCESS_WORDS:
             found.problems.append(f"{where}: {key}: {_unknown(key)}")
@@ -162,11 +192,8 @@ def _collect_entry(key: str, where: str, node: yaml.Node, found: _Found, *, stri
             remedy = REMEDIES.get(key, "remove the line, or leave it for deployments without HiState")
             found.ignored.append(f"{where}: {key}: ignored, LMCache's server does not use it ({remedy}).")
         return
-    if key in found.origins and found.origins[key].rsplit(":", 1)[0] == where.rsplit(":", 1)[0]:
-        found.problems.append(f"{where}: {key}: already set in {found.origins[key]}. Keep one of the two lines.")
-        return
     try:
-        value = _construct(node)
+        value = _construct(entry.node)
     except yaml.YAMLError as error:
         found.problems.append(f"{where}: {key}: not a plain value ({getattr(error, 'problem', error)}).")
         return
