@@ -72,7 +72,13 @@ def disk_adapter_spec(config: Config) -> dict[str, Any]:
     """
     if config.local_disk is None:
         raise ValueError("this configuration has no local_disk")
-    return {"type": "fs", "base_path": config.local_disk}
+    return {
+        "type": "plugin",
+        "module_path": "lmcache_histate.backends.disk.adapter",
+        "class_name": "HiStateDiskAdapter",
+        "config_class_name": "HiStateDiskConfig",
+        "adapter_params": {"base_path": config.local_disk, "max_capacity_gb": config.max_local_disk_size},
+    }
 
 
 def server_module_spec(config: Config, chunk_size: int) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def plan_stops(start: int, final: int, interval: int | None, block_size: int, ju
         Block multiples ``s`` with ``start < s < final``. O(number of stops).
     """
     first = start // block_size * block_size
-    stops = set()
+    stops: set[int] = set()
     if interval is not None:
         step = -(-interval // block_size) * block_size
         stops.update(range(first + step, final, step))

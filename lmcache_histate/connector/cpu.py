@@ -38,9 +38,7 @@ def whole_page_view(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not tensor.is_contiguous() and tensor.shape[1:-1].numel() == 1:
         page = tensor.stride(0)
-        return torch.as_strided(
-            tensor, (tensor.shape[0], 1, 1, page), (page, page, page, 1), tensor.storage_offset()
-        )
+        return torch.as_strided(tensor, (tensor.shape[0], 1, 1, page), (page, page, page, 1), tensor.storage_offset())
     return tensor.view_as(tensor)
 
 

@@ -29,9 +29,7 @@ def recurrent_block_size(kv_cache_config: KVCacheConfig | None) -> int | None:
     """
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    sizes = {
-        spec.block_size for _, spec in iter_specs(kv_cache_config) if isinstance(spec, MambaSpec)
-    }
+    sizes = {spec.block_size for _, spec in iter_specs(kv_cache_config) if isinstance(spec, MambaSpec)}
     if len(sizes) > 1:
         raise StartupError(f"recurrent layers use several block sizes {sorted(sizes)}; set one with --mamba-block-size")
     return sizes.pop() if sizes else None

@@ -9,7 +9,7 @@ from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPConnectorMetad
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.logger import init_logger
 
-from lmcache_histate.backends.arguments import connector_extra_config
+from lmcache_histate.backends.arguments import connector_extra_config, server_environment
 from lmcache_histate.config import Config, load_config
 from lmcache_histate.connector import guards
 from lmcache_histate.connector.capture_plan import CapturePlanner
@@ -62,6 +62,9 @@ class HiStateConnector(CpuHybridConnector):
             for key, value in connector_extra_config(config, block_size).items():
                 extra.setdefault(key, value)
             use_server_driven_transfers(vllm_config)
+            if role == KVConnectorRole.SCHEDULER and config.starts_server:
+                # Passwords reach a server that LMCache starts through the environment, not its command line.
+                os.environ.update(server_environment(config))
         super().__init__(vllm_config, role, kv_cache_config)
         if not active:
             return

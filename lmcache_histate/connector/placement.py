@@ -71,11 +71,11 @@ class Placement:
             return self._setting
         if self._setting == "final-only" or self.facts.snapshot_tokens <= 0.0:
             return None
-        return choose_interval(
+        interval = choose_interval(
             segment_tokens,
-            snapshot_tokens=self.facts.snapshot_tokens,
-            residence_ratio=self.facts.residence_ratio,
-            block_size=self._block_size,
-            step_tokens=self._step_tokens,
-            stop_cost_tokens=self.step_cost.tokens / max(self.facts.internal_hit_rate, 0.01),
+            self.facts.snapshot_tokens,
+            self._block_size,
+            ratio=self.facts.residence_ratio,
+            stop_tokens=self.step_cost.tokens / max(self.facts.internal_hit_rate, 0.01),
         )
+        return None if interval >= segment_tokens else interval

@@ -15,9 +15,7 @@ class StepCost:
         default_tokens: Answer while too little was seen.
     """
 
-    def __init__(
-        self, forget: float = 0.98, longest_step_seconds: float = 5.0, default_tokens: float = 32.0
-    ) -> None:
+    def __init__(self, forget: float = 0.98, longest_step_seconds: float = 5.0, default_tokens: float = 32.0) -> None:
         self._forget = forget
         self._longest = longest_step_seconds
         self._default = default_tokens

@@ -1,0 +1,117 @@
+"""Every touch of a private part of LMCache, checked when the server starts. Written against lmcache 0.5.6.
+
+Nothing else in this package reads an attribute of LMCache that starts with an underscore.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.storage_controllers.prefetch_controller import PrefetchController
+from lmcache.v1.distributed.storage_controllers.prefetch_policy import PrefetchPolicy
+from lmcache.v1.distributed.storage_controllers.store_controller import StoreController, StoreListener
+from lmcache.v1.distributed.storage_controllers.store_policy import StorePolicy
+from lmcache.v1.distributed.storage_manager import StorageManager
+
+TESTED = "0.5.6"
+
+
+class CompatError(RuntimeError):
+    """LMCache is not shaped as this package expects. The message names the part and the remedy."""
+
+
+def check_signatures() -> None:
+    """Compare the signatures of what is overridden or called here with those of lmcache 0.5.6.
+
+    Raises:
+        CompatError: Any difference, all of them named.
+    """
+    expected = {
+        PrefetchPolicy.plan_load: (
+            "self", "key_groups", "l1_locked_keys", "l2_locked_keys", "l1_manager_descs", "l2_adapter_descs",
+            "fetching_policy",
+        ),
+        PrefetchPolicy.plan_l1_retention: ("self", "keys", "l1_manager_desc", "l2_adapter_desc"),
+        StorePolicy.select_store_targets: ("self", "keys", "adapters"),
+        StorePolicy.select_l1_deletions: ("self", "keys"),
+        StoreListener.on_l1_keys_write_finished: ("self", "keys"),
+        StorageManager.delete_l1_keys: ("self", "keys", "force"),
+        StorageManager.get_l1_usage: ("self",),
+        StorageManager.register_l2_listener: ("self", "listener"),
+    }  # fmt: skip
+    wrong = [
+        f"{function.__qualname__}{inspect.signature(function)}"
+        for function, parameters in expected.items()
+        if tuple(inspect.signature(function).parameters) != parameters
+    ]
+    if wrong:
+        raise CompatError(
+            f"this LMCache differs from {TESTED}, with which HiState was tested: {'; '.join(wrong)}. "
+            f"Install lmcache {TESTED}."
+        )
+
+
+@dataclass(frozen=True)
+class StorageParts:
+    """The pieces of one ``StorageManager`` that HiState takes over."""
+
+    manager: StorageManager
+    l1_manager: Any
+    store_controller: StoreController
+    prefetch_controller: PrefetchController
+
+    @classmethod
+    def of(cls, manager: StorageManager) -> StorageParts:
+        """Find them.
+
+        Raises:
+            CompatError: Another LMCache than the tested one, or more than one L1 manager.
+        """
+        try:
+            l1_managers = list(manager._l1_managers_by_id.values())
+            store_controllers = list(manager._store_controllers.values())
+            prefetch_controller = manager._prefetch_controller
+            parts = cls(manager, l1_managers[0], store_controllers[0], prefetch_controller)
+            _ = parts.store_controller._policy, parts.prefetch_controller._policy, parts.store_controller._listener
+        except (AttributeError, IndexError) as error:
+            raise CompatError(
+                f"this LMCache has no {error}, which lmcache {TESTED} has. Install lmcache {TESTED}."
+            ) from error
+        if len(l1_managers) > 1:
+            raise CompatError("several L1 managers are configured; HiState supports one. Remove the extra L1 options.")
+        return parts
+
+    def take_over_policies(self, store: StorePolicy, prefetch: PrefetchPolicy) -> None:
+        """Put our decisions in place of the configured ones.
+
+        Policies are registered by name before flags are parsed, and vLLM's autostart runs LMCache's own entry point,
+        where nothing of ours is imported by then: so the objects are swapped instead.
+        """
+        self.store_controller._policy = store
+        self.prefetch_controller._policy = prefetch
+
+    def listen(self, l1_listener: Any, l2_listener: Any) -> None:
+        """Register listeners of both tiers. L1's fire under the L1 lock: they must not call back into L1."""
+        self.l1_manager.register_listener(l1_listener)
+        self.manager.register_l2_listener(l2_listener)
+
+    def offer_again(self, keys: Sequence[ObjectKey]) -> None:
+        """Offer resident objects to the store policy once more, as if they had just been written.
+
+        LMCache's store controller then read-locks them, writes them to the adapters that the policy names, unlocks,
+        and deletes from CPU memory what the policy gives up: this is how objects are demoted.
+        """
+        self.store_controller._listener.on_l1_keys_write_finished(list(keys))
+
+    def resident(self, keys: Iterable[ObjectKey]) -> list[ObjectKey]:
+        """Those of ``keys`` that CPU memory holds right now."""
+        return [key for key in keys if self.l1_manager.get_object_state(key) is not None]
+
+    def all_resident(self) -> list[ObjectKey]:
+        """Every key in CPU memory. O(n) under the L1 lock: for start-up and tests only."""
+        with self.l1_manager._lock:
+            return list(self.l1_manager._objects)

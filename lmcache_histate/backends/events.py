@@ -1,0 +1,180 @@
+"""What happens in LMCache's tiers, as plain events for the one thread that owns the core.
+
+LMCache's listeners run under its locks and on its request threads, so they only append to a queue here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.internal_api import L1ManagerListener, L2AdapterListener
+from lmcache.v1.mp_observability.event import Event, EventType
+from lmcache.v1.mp_observability.event_bus import EventBus, EventCallback, EventSubscriber
+
+from lmcache_histate.state_store.objects import Tier
+
+
+class Change(Enum):
+    """What became of some objects."""
+
+    STORED = auto()
+    REMOVED = auto()
+
+
+@dataclass(frozen=True)
+class ObjectsChanged:
+    """Objects entered or left a tier at ``time`` (seconds, monotonic)."""
+
+    change: Change
+    tier: Tier
+    keys: Sequence[ObjectKey]
+    time: float
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A prompt was looked up: its chunks in order, and how far KV and snapshots reached."""
+
+    model_name: str
+    world_size: int
+    cache_salt: str
+    chunk_hashes: Sequence[bytes]
+    kv_chunks: int
+    """Leading chunks whose KV some tier holds."""
+    hit_chunks: int
+    """Chunks that will be restored: a snapshot stands at the end of the last one."""
+    time: float
+
+
+@dataclass(frozen=True)
+class Chained:
+    """Which chunk follows which, from a store: hashes in order, the first one's parent and its start in tokens."""
+
+    chunk_hashes: Sequence[bytes]
+    parent: bytes | None
+    start: int
+    time: float
+
+
+@dataclass(frozen=True)
+class SnapshotsReplaced:
+    """Snapshots of an unfinished answer that a later one has replaced: chunk hashes in the namespace."""
+
+    model_name: str
+    world_size: int
+    cache_salt: str
+    chunk_hashes: Sequence[bytes]
+    time: float
+
+
+StoreEvent = ObjectsChanged | Looked | Chained | SnapshotsReplaced
+
+
+class EventQueue:
+    """Many writers, one reader. Appending costs about a microsecond and never waits."""
+
+    def __init__(self) -> None:
+        self._events: deque[StoreEvent] = deque()
+        self._wake = threading.Event()
+
+    def put(self, event: StoreEvent) -> None:
+        """Append an event and wake the reader."""
+        self._events.append(event)
+        self._wake.set()
+
+    def wake(self) -> None:
+        """Wake the reader without an event."""
+        self._wake.set()
+
+    def take(self, timeout: float) -> list[StoreEvent]:
+        """Wait up to ``timeout`` seconds and return everything queued, oldest first."""
+        self._wake.wait(timeout)
+        self._wake.clear()
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+
+class CpuListener(L1ManagerListener):
+    """What enters and leaves CPU memory (LMCache's L1)."""
+
+    def __init__(self, queue: EventQueue) -> None:
+        self._queue = queue
+
+    def on_l1_keys_write_finished(self, keys: list[ObjectKey]) -> None:
+        """vLLM stored objects."""
+        self._queue.put(ObjectsChanged(Change.STORED, Tier.CPU, tuple(keys), time.monotonic()))
+
+    def on_l1_keys_finish_write_and_reserve_read(self, keys: list[ObjectKey]) -> None:
+        """Objects were read back from a lower tier."""
+        self._queue.put(ObjectsChanged(Change.STORED, Tier.CPU, tuple(keys), time.monotonic()))
+
+    def on_l1_keys_deleted_by_manager(self, keys: list[ObjectKey]) -> None:
+        """Objects left CPU memory, whoever removed them."""
+        if keys:
+            self._queue.put(ObjectsChanged(Change.REMOVED, Tier.CPU, tuple(keys), time.monotonic()))
+
+    def on_l1_keys_reserved_read(self, keys: list[ObjectKey]) -> None:
+        """Not needed: hits are seen whole, at lookup."""
+
+    def on_l1_keys_read_finished(self, keys: list[ObjectKey]) -> None:
+        """Not needed."""
+
+    def on_l1_keys_reserved_write(self, keys: list[ObjectKey]) -> None:
+        """Not needed: only finished writes count."""
+
+    def on_l1_keys_accessed(self, keys: list[ObjectKey]) -> None:
+        """Not needed: LMCache touches every key of a finished request, used or not."""
+
+
+class LowerTierListener(L2AdapterListener):
+    """What enters and leaves one lower tier (an LMCache L2 adapter)."""
+
+    def __init__(self, queue: EventQueue, tier: Tier) -> None:
+        self._queue = queue
+        self._tier = tier
+
+    def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:
+        """Objects were written."""
+        self._queue.put(ObjectsChanged(Change.STORED, self._tier, tuple(keys), time.monotonic()))
+
+    def on_l2_keys_accessed(self, keys: list[ObjectKey]) -> None:
+        """Not needed: hits are seen whole, at lookup."""
+
+    def on_l2_keys_deleted(self, keys: list[ObjectKey]) -> None:
+        """Objects were removed."""
+        self._queue.put(ObjectsChanged(Change.REMOVED, self._tier, tuple(keys), time.monotonic()))
+
+
+class ChainSubscriber(EventSubscriber):
+    """Learns parents and positions of stored chunks from ``MP_TOKENS``.
+
+    LMCache's bus is bounded and drops, so this is a hint: a chunk whose place was lost gets it at its next lookup.
+    """
+
+    def __init__(self, queue: EventQueue) -> None:
+        self._queue = queue
+
+    def get_subscriptions(self) -> dict[EventType, EventCallback]:
+        """One event type."""
+        return {EventType.MP_TOKENS: self._on_tokens}
+
+    def register(self, bus: EventBus) -> None:
+        """Subscribe on ``bus``."""
+        super().register(bus)
+
+    def _on_tokens(self, event: Event) -> None:
+        data = event.metadata
+        self._queue.put(
+            Chained(data["chunk_hashes"], data["parent_hashes"][0], data["token_offsets"][0], time.monotonic())
+        )

@@ -1,0 +1,307 @@
+"""The one thread that owns the core: tells it what LMCache's tiers hold, and carries out what it decides.
+
+Nothing on the request path waits for this thread: lookups and stores append events, the connector reads the last
+published facts. What it does to LMCache goes through LMCache's own calls (offer again, delete), which skip locked objects.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lmcache.logging import init_logger
+from lmcache.v1.distributed.api import ObjectKey
+
+from lmcache_histate.backends.chains import Chains, Link
+from lmcache_histate.backends.compat import StorageParts
+from lmcache_histate.backends.events import (
+    Chained,
+    Change,
+    EventQueue,
+    Looked,
+    ObjectsChanged,
+    SnapshotsReplaced,
+    StoreEvent,
+)
+from lmcache_histate.backends.layout import Layouts, ModelLayout, Namespace, namespace_of
+from lmcache_histate.backends.policies import Moves
+from lmcache_histate.backends.room import DISK_HEADROOM, RoomMaker
+from lmcache_histate.config import Config
+from lmcache_histate.protocol import PlacementFacts
+from lmcache_histate.scorer.policy import CachePolicy
+from lmcache_histate.scorer.settings import PolicySettings
+from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
+from lmcache_histate.state_store.tree import NO_NODE
+from lmcache_histate.state_store.tree import Namespace as CoreNamespace
+from lmcache_histate.state_store.units import UnitKind
+
+logger = init_logger(__name__)
+
+IDLE_SECONDS = 0.5
+"""How long the thread sleeps when nothing happens."""
+SETTLE_SECONDS = 0.5
+"""A snapshot that was overtaken waits this long before it moves to disk: the connector may just be dropping it."""
+
+
+class Keeper:
+    """Feeds the core and acts on it.
+
+    Args:
+        config: The resolved configuration.
+        parts: LMCache's storage manager and controllers.
+        layouts: Which object groups hold what.
+        queue: What happened, written by LMCache's threads.
+        moves: What is asked of LMCache's store thread.
+        disk: LMCache's adapter of the disk tier, or None.
+        chunk_tokens: Tokens of one chunk.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        parts: StorageParts,
+        layouts: Layouts,
+        queue: EventQueue,
+        moves: Moves,
+        disk: Any | None,
+        chunk_tokens: int,
+    ) -> None:
+        settings = config.histate
+        self._parts = parts
+        self._layouts = layouts
+        self._queue = queue
+        self._moves = moves
+        self._chunk_tokens = chunk_tokens
+        self._snapshots_to_disk = disk is not None and settings.snapshots_to_disk
+        capacities = {Tier.CPU: float(parts.manager.get_l1_usage()[1])}
+        if disk is not None and config.max_local_disk_size:
+            capacities[Tier.DISK] = config.max_local_disk_size * (1 << 30) * (1 - DISK_HEADROOM)
+        self.policy = CachePolicy(
+            PolicySettings(
+                eviction=settings.eviction,
+                refresh=settings.refresh,
+                interval=settings.interval,
+                tau=settings.tau,
+                cost_unit=settings.cost_unit,
+                placement=settings.placement,
+            ),
+            capacities,
+        )
+        self._room = RoomMaker(self.policy, parts, layouts, moves, disk, settings, capacities.get(Tier.DISK))
+        self._chains = Chains(disk)
+        self._registered: dict[Namespace, CoreNamespace] = {}
+        self._undecided: deque[ObjectsChanged] = deque(maxlen=100_000)
+        self._overtaken: deque[tuple[float, Namespace, bytes]] = deque()
+        self._facts: dict[tuple[str, int], PlacementFacts] = {}
+        self._counts = dict.fromkeys(("lookups", "hits", "demoted_snapshots", "dropped_snapshots", "errors"), 0)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="histate-keeper", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop it after the work in hand; what is queued is left."""
+        self._stop.set()
+        self._queue.wake()
+        self._thread.join(timeout=30.0)
+
+    # Read by other threads: values that the keeper's thread replaces whole
+
+    def placement_facts(self, model_name: str, world_size: int) -> PlacementFacts:
+        """The last published facts about one model; sizes come from its layout, so they are there from the start. O(1)."""
+        facts = self._facts.get((model_name, world_size))
+        if facts is not None:
+            return facts
+        layout = self._layouts.find(model_name, world_size)
+        return PlacementFacts() if layout is None else self._describe(layout, time.monotonic())
+
+    def status(self) -> dict[str, Any]:
+        """Counters and sizes for ``/status``. O(1)."""
+        used, total = self._parts.manager.get_l1_usage()
+        return {
+            **self._counts,
+            **self._room.counts,
+            "healthy": self._thread.is_alive(),
+            "queued_events": len(self._queue),
+            "moves_in_flight": len(self._moves),
+            "cpu_bytes": used,
+            "cpu_capacity_bytes": total,
+            "disk_bytes": self._room.disk_bytes(),
+            "chunks_known": len(self.policy.tree),
+            "tau_seconds": self.policy.tau,
+        }
+
+    # The thread
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._round(self._queue.take(IDLE_SECONDS))
+            except Exception:
+                # A bug here must not take the server down, nor stop eviction for good.
+                self._counts["errors"] += 1
+                logger.exception("HiState's controller failed on one round; it goes on with the next")
+
+    def _round(self, events: Sequence[StoreEvent]) -> None:
+        for event in events:
+            try:
+                self._apply(event)
+            except ValueError as error:
+                self._counts["errors"] += 1
+                logger.warning("HiState ignores an event that contradicts what it knows: %s", error)
+        now = time.monotonic()
+        self._demote_overtaken(now)
+        self._room.make_room(now)
+        self._moves.forget_old()
+        for model in {(namespace.model_name, namespace.world_size) for namespace in self._registered}:
+            layout = self._layouts.find(*model)
+            if layout is not None:
+                self._facts[model] = self._describe(layout, now)
+
+    def _describe(self, layout: ModelLayout, now: float) -> PlacementFacts:
+        return PlacementFacts(
+            residence_ratio=self.policy.residence_ratio(now),
+            snapshot_tokens=layout.geometry(self._chunk_tokens).snapshot_tokens if layout.is_hybrid else 0.0,
+            internal_hit_rate=1.0 - self.policy.access.observed_end_probability,
+        )
+
+    # Events
+
+    def _apply(self, event: StoreEvent) -> None:
+        if isinstance(event, ObjectsChanged):
+            self._objects_changed(event)
+        elif isinstance(event, Looked):
+            self._looked(event)
+        elif isinstance(event, Chained):
+            self._link(self._chains.chained(event), event.time)
+        else:
+            self._snapshots_replaced(event)
+
+    def _register(self, namespace: Namespace) -> ModelLayout | None:
+        """The layout of a namespace, known to the core from now on; None before its model's first worker registered."""
+        layout = self._layouts.of(namespace)
+        if layout is None:
+            return None
+        if namespace not in self._registered:
+            geometry = layout.geometry(self._chunk_tokens)
+            self.policy.add_namespace(namespace.name, geometry)
+            self._registered[namespace] = self.policy.tree.add_namespace(namespace.name, geometry)
+        return layout
+
+    def _link(self, links: Iterable[Link], now: float) -> None:
+        for link in links:
+            if self._register(link.namespace) is not None:
+                self.policy.link(link.namespace.name, link.parent, link.hashes, now)
+
+    def _objects_changed(self, event: ObjectsChanged) -> None:
+        families: dict[Namespace, list[ObjectKey]] = {}
+        for key in event.keys:
+            families.setdefault(namespace_of(key), []).append(key)
+        for namespace, keys in families.items():
+            layout = self._register(namespace)
+            if layout is None:
+                # Objects of an earlier run, found on disk before the model's workers are back.
+                self._undecided.append(ObjectsChanged(event.change, event.tier, keys, event.time))
+                continue
+            objects = [entry for key in keys for entry in layout.objects_of(key, event.tier)]
+            if event.change is Change.STORED:
+                self._stored(namespace, layout, keys, objects, event)
+            else:
+                if event.tier is Tier.CPU:
+                    self._moves.forget(keys)
+                    self._room.left_cpu(keys)
+                self.policy.removed(namespace.name, objects, event.time)
+
+    def _stored(
+        self,
+        namespace: Namespace,
+        layout: ModelLayout,
+        keys: list[ObjectKey],
+        objects: list[CacheObject],
+        event: ObjectsChanged,
+    ) -> None:
+        tree, space = self.policy.tree, self._registered[namespace]
+        chunk_hashes = dict.fromkeys(key.chunk_hash for key in keys)
+        self._link(self._chains.stored(namespace, chunk_hashes, tree, space), event.time)
+        self.policy.stored(namespace.name, objects, event.time)
+        if event.tier is Tier.DISK:
+            self._chains.keep_places(tree, space, keys, layout.group_kinds)
+        elif event.tier is Tier.CPU and self._snapshots_to_disk:
+            for chunk_hash in {entry.chunk_hash for entry in objects if entry.kind == Kind.SNAPSHOT}:
+                self._note_overtaken(namespace, chunk_hash, event.time)
+
+    def _looked(self, event: Looked) -> None:
+        namespace = Namespace(event.model_name, event.world_size, event.cache_salt)
+        if self._register(namespace) is None:
+            return
+        self._place_undecided()
+        self._counts["lookups"] += 1
+        self.policy.lookup(namespace.name, event.chunk_hashes, event.time)
+        if event.kv_chunks:
+            self._counts["hits"] += event.hit_chunks > 0
+            self.policy.hit(
+                namespace.name,
+                event.chunk_hashes,
+                event.kv_chunks * self._chunk_tokens,
+                event.hit_chunks * self._chunk_tokens,
+                event.time,
+            )
+
+    def _place_undecided(self) -> None:
+        """Objects found on disk at start-up, once their model is known: their places come from the catalogue. O(n) once."""
+        if not self._undecided:
+            return
+        waiting, self._undecided = list(self._undecided), deque(maxlen=self._undecided.maxlen)
+        self._link(self._chains.on_disk(), time.monotonic())
+        for event in waiting:
+            self._objects_changed(event)
+
+    # Snapshots that a later one has overtaken
+
+    def _note_overtaken(self, namespace: Namespace, chunk_hash: bytes, now: float) -> None:
+        """A snapshot arrived: the one before it on its path, and itself if it came late, may be historical now."""
+        tree = self.policy.tree
+        node = self._node(namespace, chunk_hash)
+        if node == NO_NODE:
+            return
+        before = tree.previous_restorable(node)
+        for other in (before, node):
+            if other != NO_NODE and tree.hashes[other]:
+                self._overtaken.append((now + SETTLE_SECONDS, namespace, tree.hashes[other]))
+
+    def _demote_overtaken(self, now: float) -> None:
+        """Write historical snapshots to disk and let CPU memory go of them. O(snapshots that became historical)."""
+        while self._overtaken and self._overtaken[0][0] <= now:
+            _, namespace, chunk_hash = self._overtaken.popleft()
+            tree = self.policy.tree
+            node = self._node(namespace, chunk_hash)
+            if node == NO_NODE:
+                continue
+            self.policy.order.settle()
+            if tree.unit_kind[Tier.CPU][node] != UnitKind.SNAPSHOT:
+                continue
+            objects = tree.objects(node, Kind.SNAPSHOT, Tier.CPU)
+            self._counts["demoted_snapshots"] += self._room.move_down(namespace, objects)
+
+    def drop_snapshots(self, namespace: Namespace, chunk_hashes: Sequence[bytes]) -> None:
+        """The connector says that these snapshots were replaced. Called on a request thread; only queues."""
+        self._queue.put(SnapshotsReplaced(*namespace, chunk_hashes, time.monotonic()))
+
+    def _snapshots_replaced(self, event: SnapshotsReplaced) -> None:
+        namespace = Namespace(event.model_name, event.world_size, event.cache_salt)
+        layout = self._register(namespace)
+        if layout is None:
+            return
+        for chunk_hash in event.chunk_hashes:
+            keys = layout.all_keys(namespace, chunk_hash, Kind.SNAPSHOT)
+            self._moves.forget(keys)
+            self._counts["dropped_snapshots"] += self._room.delete(keys)
+
+    def _node(self, namespace: Namespace, chunk_hash: bytes) -> int:
+        space = self._registered.get(namespace)
+        return NO_NODE if space is None else space.nodes.get(chunk_hash, NO_NODE)

@@ -1,0 +1,160 @@
+"""HiState's module inside ``lmcache server``: takes over eviction and placement, and answers the connector."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from lmcache.logging import init_logger
+from lmcache.v1.multiprocess.ext_server_module import ExtServerModuleBuildContext, server_module_handler
+from lmcache.v1.multiprocess.token_hasher import TokenHasher
+
+from lmcache_histate import __version__
+from lmcache_histate.backends import compat
+from lmcache_histate.backends.events import ChainSubscriber, CpuListener, EventQueue, LowerTierListener
+from lmcache_histate.backends.keeper import Keeper
+from lmcache_histate.backends.layout import Layouts, Namespace, namespace_of
+from lmcache_histate.backends.policies import HiStatePrefetchPolicy, HiStateStorePolicy, Moves
+from lmcache_histate.config import Config
+from lmcache_histate.protocol import (
+    DROP_SNAPSHOTS,
+    HELLO,
+    PLACEMENT,
+    DropSnapshots,
+    PlacementQuery,
+    ServerFacts,
+    encode,
+)
+from lmcache_histate.state_store.objects import Kind, Tier
+
+logger = init_logger(__name__)
+
+
+def build_server_module(build: ExtServerModuleBuildContext) -> HiStateServerModule:
+    """Factory named by ``--server-module``.
+
+    Args:
+        build: LMCache's build context; ``build.config`` is the resolved configuration as JSON (``Config.to_json``).
+
+    Returns:
+        The running module.
+
+    Raises:
+        compat.CompatError: Another LMCache than the tested one.
+        ValueError: Server flags under which LMCache would serve wrong states.
+    """
+    config = Config.from_json(build.config) if build.config else Config()
+    compat.check_signatures()
+    context = build.server_context
+    if not context.separate_object_groups:
+        raise ValueError(
+            "lmcache server must run with --separate-object-groups: with one object group a chunk without a snapshot "
+            "is stored as if it had one, and hits return wrong tokens."
+        )
+    return HiStateServerModule(context, config)
+
+
+class HiStateServerModule:
+    """Ties LMCache's storage manager to the core, and serves the ``histate.*`` calls.
+
+    Args:
+        context: LMCache's ``MPCacheServerContext``.
+        config: The resolved configuration.
+    """
+
+    def __init__(self, context: Any, config: Config) -> None:
+        self._context = context
+        self._config = config
+        parts = compat.StorageParts.of(context.storage_manager)
+        self._layouts = Layouts(context.layout_desc_registry)
+        self._queue = EventQueue()
+        adapters = parts.manager.l2_adapters()
+        disk = adapters[0] if config.local_disk is not None and adapters else None
+        self._moves = Moves()
+        self._keeper = Keeper(
+            config,
+            parts,
+            self._layouts,
+            self._queue,
+            self._moves,
+            disk[1] if disk else None,
+            context.chunk_size,
+        )
+        parts.take_over_policies(
+            HiStateStorePolicy(self._moves, disk[0].index if disk else None, config.histate.write_through),
+            HiStatePrefetchPolicy(self._queue.put, self._kind_of),
+        )
+        parts.l1_manager.register_listener(CpuListener(self._queue))
+        for descriptor, adapter in adapters:
+            tier = Tier.DISK if disk is not None and descriptor.index == disk[0].index else Tier.REMOTE
+            adapter.register_listener(LowerTierListener(self._queue, tier))
+        context.event_bus.register_subscriber(ChainSubscriber(self._queue))
+        self._keeper.start()
+        logger.info(
+            "HiState %s: interval %s, eviction %s, disk %s",
+            __version__,
+            config.histate.interval,
+            config.histate.eviction,
+            config.local_disk or "none",
+        )
+
+    @property
+    def context(self) -> Any:
+        """LMCache's shared server context."""
+        return self._context
+
+    def report_status(self) -> dict[str, Any]:
+        """What LMCache's ``/status`` shows of this module."""
+        return {"histate": {"version": __version__, **self._keeper.status()}}
+
+    def close(self) -> None:
+        """Stop the controller's thread."""
+        self._keeper.stop()
+
+    def _kind_of(self, key: Any) -> Kind | None:
+        layout = self._layouts.of(namespace_of(key))
+        return None if layout is None else layout.group_kinds[key.object_group_id]
+
+    # Calls from the connector. Each returns at once: nothing here waits for the controller, a disk, or a lock of L1.
+
+    @server_module_handler(HELLO)
+    def hello(self, payload: bytes) -> bytes:
+        """``ServerFacts`` of this server."""
+        return encode(
+            ServerFacts(
+                histate_version=__version__,
+                lmcache_version=version("lmcache"),
+                chunk_size=self._context.chunk_size,
+                separate_object_groups=self._context.separate_object_groups,
+                null_block_id=self._context.null_block_id,
+            )
+        )
+
+    @server_module_handler(PLACEMENT)
+    def placement(self, payload: bytes) -> bytes:
+        """``PlacementFacts`` for one model."""
+        query = msgspec.msgpack.decode(payload, type=PlacementQuery)
+        return encode(self._keeper.placement_facts(query.model_name, query.world_size))
+
+    @server_module_handler(DROP_SNAPSHOTS)
+    def drop_snapshots(self, payload: bytes) -> bytes:
+        """Remove snapshots that a later one of the same answer replaced."""
+        message = msgspec.msgpack.decode(payload, type=DropSnapshots)
+        session = self._context.session_manager.get(message.request_id)
+        key = session.lookup_ipc_key if session is not None else None
+        if session is None or key is None:
+            return b""
+        chunk = self._context.chunk_size
+        hashes = []
+        for position in message.positions:
+            try:
+                hashes.extend(session.get_hashes(position - chunk, position))
+            except ValueError:  # the session was recreated with fewer tokens: nothing of ours is left to drop
+                continue
+        namespace = Namespace(key.model_name, key.world_size, key.cache_salt)
+        self._keeper.drop_snapshots(namespace, [TokenHasher.hash_to_bytes(value) for value in hashes])
+        return b""
+
+
+__all__ = ["HiStateServerModule", "build_server_module"]
