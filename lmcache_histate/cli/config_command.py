@@ -91,7 +91,7 @@ def report(config: Config, *, show_secrets: bool) -> dict[str, Any]:
         "server_environment": environment if show_secrets else dict.fromkeys(environment, HIDDEN),
         "server_command": _placeheld(server_command(config, chunk, show_secrets=show_secrets)),
         "vllm_arguments": vllm_arguments(config),
-        "connector_extra_config": _placeheld(visible(connector_extra_config(config, chunk))),
+        "connector_extra_config": _placeheld(_extra_config(config, chunk, show_secrets=show_secrets)),
     }
 
 
@@ -105,6 +105,14 @@ def server_command(config: Config, chunk_size: int, *, show_secrets: bool) -> li
     words = ["lmcache", "server", "--host", endpoint.host, "--port", str(endpoint.port), "--http-host", endpoint.host]
     words += server_arguments(config, chunk_size)
     return words if show_secrets else [_hide_in_word(word) for word in words]
+
+
+def _extra_config(config: Config, chunk_size: int, *, show_secrets: bool) -> dict[str, Any]:
+    extra = connector_extra_config(config, chunk_size)
+    key = "lmcache.mp.autostart.server_args"
+    if not show_secrets and key in extra:
+        extra[key] = shlex.join(_hide_in_word(word) for word in shlex.split(extra[key]))
+    return extra
 
 
 def _hide_in_word(word: str) -> str:
@@ -139,8 +147,8 @@ def _print_table(config: Config, *, show_secrets: bool) -> None:
         # Plain text objects: a path such as /mnt/[cache] is not markup.
         style = None if entry["origin"] == "default" else "bold"
         table.add_row(key, _plain(show(entry["value"])), _plain(entry["origin"]), style=style)
-    # Redirected output has no width of its own; a file is best read unfolded.
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
+    # Redirected output has no width of its own: every row in one line, for grep. The table takes only what it needs.
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
     Console(width=width).print(table)
 
 
