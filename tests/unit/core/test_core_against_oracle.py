@@ -1,0 +1,234 @@
+"""Random sequences of everything that can happen, checked against the definitions worked out from nothing.
+
+`HISTATE_STEPS=long pytest tests/unit/core` runs thousands of steps instead of hundreds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+from core_oracle import MANAGED, Oracle, Path, name, split
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lmcache_histate.geometry import CacheGeometry
+from lmcache_histate.scorer.policy import CachePolicy
+from lmcache_histate.scorer.settings import PolicySettings
+from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
+from lmcache_histate.state_store.units import UnitKind
+
+LONG = os.environ.get("HISTATE_STEPS") == "long"
+BLOCK = 64
+SIZE = {Kind.KV: 1000, Kind.SNAPSHOT: 1500}
+
+# Few names and short paths: forks, rewinds and shared prefixes are then the rule.
+paths = st.lists(st.sampled_from("ab"), min_size=1, max_size=6).map(tuple)
+tiers = st.sampled_from([Tier.CPU, Tier.CPU, Tier.DISK, Tier.DISK, Tier.REMOTE])
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Drives one policy object and the oracle with the same events."""
+
+    @initialize(
+        ranks=st.sampled_from([1, 1, 2]),
+        refresh=st.sampled_from(["none", "used", "all"]),
+        placement=st.sampled_from(["uniform", "histogram"]),
+        cost_unit=st.sampled_from(["tokens", "ms"]),
+        tau=st.sampled_from([0.0, 5.0, 50.0]),
+    )
+    def begin(self, ranks: int, refresh: str, placement: str, cost_unit: str, tau: float) -> None:
+        geometry = CacheGeometry(BLOCK, SIZE[Kind.KV] * ranks / BLOCK, SIZE[Kind.SNAPSHOT] * ranks, ranks)
+        choice = PolicySettings(
+            refresh=refresh, placement=placement, cost_unit=cost_unit, tau=tau, offer_again_s=0.0, orphan_s=10.0
+        )
+        self.policy = CachePolicy(choice)
+        self.policy.add_namespace("m", geometry)
+        self.oracle = Oracle(geometry)
+        self.ranks = ranks
+        self.now = 1.0
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 7.0, 40.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(path=paths)
+    def lookup(self, path: Path) -> None:
+        result = self.policy.lookup("m", self.hashes(path), self.now)
+        self.link(path)
+        whole = [d for d in range(len(path) + 1) if d == 0 or self.oracle.whole(path[:d])]
+        points = [d for d in whole if d == 0 or self.oracle.complete(path[:d], Kind.SNAPSHOT)]
+        assert result == (max(whole) * BLOCK, max(points) * BLOCK)
+
+    @rule(path=paths, tier=tiers, saved=st.sets(st.integers(1, 6)), look=st.booleans())
+    def serve(self, path: Path, tier: Tier, saved: set[int], look: bool) -> None:
+        """A whole turn: KV of the path, snapshots at some places and at its end."""
+        if look:
+            self.lookup(path)
+        for depth in range(1, len(path) + 1):
+            self.put(path[:depth], Kind.KV, range(self.ranks), tier)
+        for depth in {d for d in saved if d < len(path)} | {len(path)}:
+            self.put(path[:depth], Kind.SNAPSHOT, range(self.ranks), tier)
+
+    @rule(path=paths, kind=st.sampled_from(Kind), rank=st.integers(0, 1), tier=tiers)
+    def store_one(self, path: Path, kind: Kind, rank: int, tier: Tier) -> None:
+        self.put(path, kind, [rank % self.ranks], tier)
+
+    @rule(path=paths, kind=st.sampled_from(Kind), rank=st.integers(0, 1), tier=tiers)
+    def remove_one(self, path: Path, kind: Kind, rank: int, tier: Tier) -> None:
+        self.take([(path, kind, rank % self.ranks, tier)])
+
+    @precondition(lambda self: self.oracle.present)
+    @rule(data=st.data())
+    def remove_present(self, data: st.DataObject) -> None:
+        self.take([data.draw(st.sampled_from(sorted(self.oracle.present)))] * 2)  # Seen twice.
+
+    @rule(path=paths)
+    def hit(self, path: Path) -> None:
+        result = self.policy.lookup("m", self.hashes(path), self.now)
+        self.link(path)
+        resumed = result.resume_tokens
+        self.policy.hit("m", self.hashes(path), result.kv_tokens, resumed, self.now)
+        points = self.oracle.points()
+        mode = self.policy.settings.refresh
+        for depth in range(1, resumed // BLOCK + 1):
+            prefix = path[:depth]
+            used = prefix not in points or mode == "all" or depth == resumed // BLOCK
+            if used and mode != "none":
+                self.oracle.accessed[prefix] = self.now
+
+    @rule(path=paths, extra=st.integers(0, 200))
+    def end_turn(self, path: Path, extra: int) -> None:
+        self.policy.end_turn("m", self.hashes(path), len(path) * BLOCK + extra, self.now)
+
+    @rule(tau=st.sampled_from([None, 0.0, 5.0, 50.0]))
+    def publish(self, tau: float | None) -> None:
+        self.policy.observe_prefill(0, 1000, 60.0)
+        self.policy.publish(tau)
+
+    # -- questions ------------------------------------------------------------------------------------------------
+
+    @rule(tier=st.sampled_from(MANAGED), action=st.sampled_from(["discard", "discard", "move", "ignore"]))
+    def evict(self, tier: Tier, action: str) -> None:
+        self.policy.tree.expire(self.now)
+        units = [unit for unit in self.oracle.units(self.policy) if unit.tier == tier]
+        victim = self.policy.next_victim(tier, self.now)
+        if not units:
+            assert victim is None
+            return
+        assert victim is not None
+        orphans = [unit for unit in units if unit.kind == UnitKind.ORPHAN]
+        expired = [u for u in orphans if self.oracle.accessed[u.anchor] + 10.0 <= self.now]
+        ranked = [unit for unit in units if unit.kind != UnitKind.ORPHAN]
+        unit = next(u for u in units if name(u.anchor) == self.policy.tree.hashes[victim.node])
+        if expired or not ranked:
+            assert unit.kind == UnitKind.ORPHAN
+            assert self.oracle.accessed[unit.anchor] == min(self.oracle.accessed[u.anchor] for u in orphans)
+        else:
+            assert unit.kind != UnitKind.ORPHAN
+            lowest = min(u.value for u in ranked)
+            assert math.isclose(unit.value, lowest, rel_tol=1e-7, abs_tol=1e-7)
+        assert {(*split_key(obj),) for obj in victim.objects} == unit.objects
+        assert (victim.nbytes, victim.backed, victim.kind) == (unit.nbytes, unit.backed, unit.kind)
+        if action == "discard":
+            before = self.oracle.useless()
+            self.policy.discard(victim, self.now)
+            for obj in [*victim.objects, *victim.stranded]:
+                self.oracle.remove(*split(obj))
+            # Nothing that could serve a hit before is left behind where it no longer can.
+            assert self.oracle.useless() <= before
+            if victim.backed:
+                assert not victim.stranded
+        elif action == "move":
+            to = Tier.DISK if tier == Tier.CPU else Tier.REMOTE
+            self.policy.moved(victim, to, self.now)
+            for obj in victim.objects:
+                path, kind, rank, _ = split(obj)
+                self.oracle.present.setdefault((path, kind, rank, to), obj.nbytes)
+                self.oracle.remove(path, kind, rank, tier)
+
+    @rule()
+    def check_all_units(self) -> None:
+        policy, tree = self.policy, self.policy.tree
+        policy.order.settle()
+        expected = {(name(unit.anchor), unit.tier): unit for unit in self.oracle.units(policy)}
+        found = {}
+        for node in range(tree.capacity):
+            for tier in MANAGED:
+                if tree.unit_kind[tier][node]:
+                    found[tree.hashes[node], tier] = node
+        assert set(found) == set(expected)
+        for key, unit in expected.items():
+            node = found[key]
+            assert tree.unit_kind[unit.tier][node] == unit.kind, key
+            assert tree.unit_bytes[unit.tier][node] == unit.nbytes, key
+            assert tree.unit_backed[unit.tier][node] == unit.backed, key
+            assert tree.last_access[node] == self.oracle.accessed[unit.anchor], key
+            if unit.kind != UnitKind.ORPHAN:
+                assert math.isclose(policy.order.value(node, unit.tier), unit.value, rel_tol=1e-7, abs_tol=1e-7), key
+
+    @invariant()
+    def bytes_are_counted(self) -> None:
+        if hasattr(self, "policy"):
+            for tier in Tier:
+                held = sum(size for (*_, where), size in self.oracle.present.items() if where == tier)
+                assert self.policy.tree.tier_bytes[tier] == held
+
+    def teardown(self) -> None:
+        """Whatever happened, everything can be evicted, and then nothing is left."""
+        if not hasattr(self, "policy"):
+            return
+        self.check_all_units()
+        self.now += 1000.0
+        for tier in MANAGED:
+            while victim := self.policy.next_victim(tier, self.now):
+                self.policy.discard(victim, self.now)
+            assert self.policy.tree.tier_bytes[tier] == 0
+        self.take([key for key in self.oracle.present if key[3] == Tier.REMOTE])
+        self.policy.tree.expire(self.now + 1000.0)
+        assert len(self.policy.tree) == 0
+        assert not self.policy.reach.records
+
+    # -- helpers --------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def hashes(path: Path) -> list[bytes]:
+        return [name(path[:depth]) for depth in range(1, len(path) + 1)]
+
+    def link(self, path: Path) -> None:
+        self.oracle.linked.update(path[:depth] for depth in range(1, len(path) + 1))
+
+    def put(self, path: Path, kind: Kind, ranks: object, tier: Tier) -> None:
+        self.relink()
+        for rank in ranks:  # type: ignore[attr-defined]
+            self.policy.stored("m", [CacheObject(name(path), kind, rank, tier, SIZE[kind])], self.now)
+            self.oracle.store(path, kind, rank, tier, SIZE[kind], self.now)
+
+    def take(self, keys: list[tuple[Path, Kind, int, Tier]]) -> None:
+        objects = [CacheObject(name(path), kind, rank, tier) for path, kind, rank, tier in keys]
+        self.policy.removed("m", objects, self.now)
+        for key in keys:
+            self.oracle.remove(*key)
+        self.relink()
+
+    def relink(self) -> None:
+        """A chunk that holds nothing and leads nowhere is forgotten, and with it the place where it hangs."""
+        known = self.policy.tree.namespaces[0].nodes
+        self.oracle.linked = {path for path in self.oracle.linked if name(path) in known}
+
+
+def split_key(obj: CacheObject) -> tuple[bytes, Kind, int, Tier]:
+    return obj.chunk_hash, Kind(obj.kind), obj.rank, Tier(obj.tier)
+
+
+TestCore = CoreMachine.TestCase
+TestCore.settings = settings(
+    max_examples=1500 if LONG else 60,
+    stateful_step_count=80 if LONG else 40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=not LONG,
+)
