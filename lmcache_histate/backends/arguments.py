@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import MutableMapping
 from typing import Any
 
 from lmcache_histate.config import Config
@@ -18,6 +19,15 @@ CONNECTOR_NAME = "HiStateConnector"
 CONNECTOR_MODULE = "lmcache_histate.connector.histate_connector"
 SERVER_MODULE = "lmcache_histate.backends.server_module"
 SERVER_FACTORY = "build_server_module"
+
+SECRET_VARIABLES = (
+    "LMCACHE_RESP_USERNAME",
+    "LMCACHE_RESP_PASSWORD",
+    "HISTATE_DIRECTORY",
+    "HISTATE_REMOTE_URL",
+    "HISTATE_L2_ADAPTERS",
+)
+"""Environment variables that may hold passwords."""
 
 
 def server_arguments(config: Config, chunk_size: int) -> list[str]:
@@ -115,6 +125,16 @@ def server_environment(config: Config) -> dict[str, str]:
     if directory is not None and strip_credentials(directory) != directory:
         environment["HISTATE_DIRECTORY"] = directory
     return environment
+
+
+def forget_secrets(environ: MutableMapping[str, str]) -> None:
+    """Remove from `environ` the variables in which passwords travel.
+
+    For the server's process, once its tiers are connected and its configuration is read: LMCache's HTTP interface
+    shows the environment to anyone who can reach the port.
+    """
+    for name in SECRET_VARIABLES:
+        environ.pop(name, None)
 
 
 def connector_extra_config(config: Config, chunk_size: int) -> dict[str, Any]:

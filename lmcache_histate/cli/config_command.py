@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 import sys
-import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,37 +27,13 @@ from lmcache_histate.cli.common import (
     readable_errors,
     resolve,
 )
+from lmcache_histate.cli.settings_text import show
 from lmcache_histate.config import SETTINGS, Config
-from lmcache_histate.config.model import default_of
 
 PLACEHOLDER = "BLOCK_SIZE"
 """Stands for the model's block size in the printed commands while it is not known."""
 
 _UNKNOWN_CHUNK = 987_654_321  # a number that no block size comes near, replaced by PLACEHOLDER wherever it shows
-
-
-def settings_help() -> str:
-    """Every setting with its description and default, for ``--help``; made from the model, so never out of date."""
-    lines = ["Settings of the file. HISTATE_<SETTING> in the environment overrides any of them,", ""]
-    lines[0] += "\nfor example HISTATE_INTERVAL=512 or HISTATE_MAX_LOCAL_CPU_SIZE=96GiB."
-    for key, text in SETTINGS.items():
-        lines.append(f"  {key} (default {show(default_of(key))})")
-        lines += textwrap.wrap(text, 78, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return "\n".join(lines)
-
-
-def show(value: Any) -> str:
-    """A value as a user would write it in the file."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, tuple | list):
-        texts = [item if isinstance(item, str) else json.dumps(item) for item in value]
-        return (
-            shlex.join(texts) if all(isinstance(item, str) for item in value) and value else ", ".join(texts) or "none"
-        )
-    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 def config_command(

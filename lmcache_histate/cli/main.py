@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from lmcache_histate import __version__
-from lmcache_histate.cli.config_command import config_command, settings_help
+from lmcache_histate.cli.config_command import config_command
 from lmcache_histate.cli.server_command import server_command
+from lmcache_histate.cli.settings_text import settings_help
 
 
 def _verbatim(text: str) -> str:

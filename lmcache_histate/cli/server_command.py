@@ -10,7 +10,7 @@ import typer
 
 from lmcache_histate.backends.arguments import server_arguments, server_environment
 from lmcache_histate.cli.common import ChunkSizeOption, ConfigOption, NoMachineCheckOption, readable_errors, resolve
-from lmcache_histate.config import Config, ConfigError
+from lmcache_histate.config import ENVIRONMENT_NAMES, Config, ConfigError
 from lmcache_histate.config.values import Endpoint
 
 SERVER_ENTRY_POINT = "lmcache.v1.multiprocess.http_server"
@@ -90,4 +90,6 @@ def _replace_process(command: list[str], environment: dict[str, str]) -> None:
     """Become `command`, so that signals, exit code and process id are the server's own."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(command[0], command, {**os.environ, **environment})
+    # The settings of the environment are in the command already, and some of them hold passwords.
+    inherited = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT_NAMES}
+    os.execve(command[0], command, {**inherited, **environment})

@@ -17,6 +17,7 @@ from lmcache_histate.backends.arguments import (
     adapter_specs,
     connector_extra_config,
     disk_adapter_spec,
+    forget_secrets,
     server_arguments,
     server_environment,
     server_module_spec,
@@ -79,7 +80,7 @@ class TestServerArguments:
         assert storage.l1_manager_config.memory_config.size_in_bytes == 1536 << 20
         assert storage.eviction_config.eviction_policy == "noop"
         adapters = storage.l2_adapter_config.adapters
-        assert adapters[0].base_path == "/mnt/my disk/it's $HOME"
+        assert adapters[0].adapter_params == {"base_path": "/mnt/my disk/it's $HOME", "max_capacity_gb": 150}
         assert (adapters[1].host, adapters[1].port, adapters[1].shared) == ("cache", 6380, True)
         assert len(adapters) == 3
         (module,) = server.server_modules
@@ -122,6 +123,11 @@ class TestServerArguments:
         for flag in lmcache_parser._option_string_actions:
             if flag.startswith("--") and flag not in RESERVED_FLAGS:
                 assert Config(server_args=[flag]).server_args == (flag,)
+
+    def test_the_disk_tier_accepts_its_settings(self) -> None:
+        from lmcache_histate.backends.disk.adapter import HiStateDiskConfig
+
+        assert HiStateDiskConfig.from_dict(disk_adapter_spec(FULL)["adapter_params"]) is not None
 
     def test_without_disk_and_remote_there_is_no_adapter(self) -> None:
         assert adapter_specs(Config()) == []
@@ -174,6 +180,11 @@ class TestSecrets:
         spec = server_module_spec(FULL, 528)
         config = Config.from_json(spec["config"], server_environment(FULL))
         assert config.histate.directory == "redis://:secret@meta:6379/3"
+
+    def test_the_server_forgets_them(self) -> None:
+        environ = {**server_environment(FULL), "HISTATE_REMOTE_URL": "redis://:secret@x", "PATH": "/bin"}
+        forget_secrets(environ)
+        assert environ == {"PATH": "/bin"}
 
     def test_without_passwords_the_environment_is_empty(self) -> None:
         assert (
@@ -230,7 +241,7 @@ class TestConnectorConfig:
         line = connector_extra_config(config, 64)["lmcache.mp.autostart.server_args"]
         back = shlex.split(line)
         assert back == server_arguments(config, 64)
-        assert json.loads(back[back.index("--l2-adapter") + 1])["base_path"] == config.local_disk
+        assert json.loads(back[back.index("--l2-adapter") + 1]) == disk_adapter_spec(config)
 
 
 class TestVllmArguments:

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from lmcache_histate import __version__
 from lmcache_histate.backends.arguments import server_arguments, vllm_arguments
 from lmcache_histate.cli.common import hide_secrets
-from lmcache_histate.cli.config_command import PLACEHOLDER, format_command, show
+from lmcache_histate.cli.config_command import PLACEHOLDER, format_command
 from lmcache_histate.cli.main import app
+from lmcache_histate.cli.settings_text import show
 from lmcache_histate.config import SETTINGS, Config, load_config
 
 CLEAN = {name: None for name in os.environ if name.startswith(("HISTATE_", "LMCACHE_"))}

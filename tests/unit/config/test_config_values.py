@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_histate.config import values
@@ -44,12 +44,14 @@ def test_what_is_no_size_is_refused_with_an_example(text: object) -> None:
         values.parse_gib(text)
 
 
+@settings(deadline=None)
 @given(st.floats(min_value=0.001, max_value=1e6), st.sampled_from(["KiB", "MiB", "GiB", "TiB"]))
 def test_a_unit_scales_by_powers_of_1024(number: float, unit: str) -> None:
     power = {"KiB": -2, "MiB": -1, "GiB": 0, "TiB": 1}[unit]
     assert values.parse_gib(f"{number:f}{unit}") == pytest.approx(float(f"{number:f}") * 1024.0**power)
 
 
+@settings(deadline=None)
 @given(st.floats(min_value=1e-5, max_value=1e7))
 def test_a_printed_size_reads_back(gib: float) -> None:
     assert values.parse_gib(values.format_gib(gib)) == pytest.approx(gib, rel=1e-3)
@@ -74,6 +76,7 @@ YAML_VALUES = st.one_of(
         lambda value: values.parse_word(value, ("cost", "lru")),
     ],
 )
+@settings(deadline=None)
 @given(value=st.one_of(st.text(), YAML_VALUES))
 def test_parsers_fail_only_by_value_errors_that_say_something(parse: Callable[[object], object], value: object) -> None:
     message = None
