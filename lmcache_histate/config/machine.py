@@ -25,23 +25,23 @@ def check_machine(config: Config) -> None:
 
 def memory_limit() -> int:
     """Bytes of memory that this process may use: the machine's, or less where a control group (container) says so."""
-    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_cgroup_limits()])
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *cgroup_limits()])
 
 
-def _cgroup_limits() -> list[int]:
+def cgroup_limits(listing: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> list[int]:
     """Memory limits of this process's control groups and of their parents, in bytes (versions 1 and 2)."""
     limits = []
     try:
-        groups = Path("/proc/self/cgroup").read_text().splitlines()
+        groups = listing.read_text().splitlines()
     except OSError:
         return []
     for line in groups:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if not controllers:
-            root, name = Path("/sys/fs/cgroup"), "memory.max"
+            root, name = mount, "memory.max"
         elif "memory" in controllers.split(","):
-            root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+            root, name = mount / "memory", "memory.limit_in_bytes"
         else:
             continue
         # Inside a container the path may be the host's and not exist here; the root is then the container's own.

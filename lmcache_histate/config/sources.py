@@ -32,8 +32,10 @@ DEFAULTS_WORD = "histate"
 ENVIRONMENT_NAMES: dict[str, str] = {f"HISTATE_{key.removeprefix('histate.').upper()}": key for key in SETTINGS}
 """``HISTATE_INTERVAL`` and so on, to the dotted key that each sets."""
 
-# Kubernetes describes every service of the namespace to every pod, and a service may well be called "histate".
-_KUBERNETES = re.compile(r"HISTATE_(?:.*_)?(?:SERVICE_HOST|SERVICE_PORT(?:_.*)?|PORT(?:_\d+_(?:TCP|UDP|SCTP).*)?)")
+# Kubernetes describes every service of a namespace to every pod, and a service may well be called "histate" or
+# "histate-http". These variables are told from misspelt settings by their values.
+_KUBERNETES_NAME = re.compile(r"HISTATE_(?:.*_)?(?:SERVICE_HOST|SERVICE_PORT(?:_.*)?|PORT_\d+_(?:TCP|UDP|SCTP).*)")
+_KUBERNETES_URL = re.compile(r"(?:tcp|udp|sctp)://\S+")
 
 
 @dataclass
@@ -233,12 +235,13 @@ def _collect_environment(environ: Mapping[str, str], found: _Found) -> None:
             continue
         key = ENVIRONMENT_NAMES.get(name)
         text = environ[name].strip()
+        if _KUBERNETES_NAME.fullmatch(name) or (name.endswith("_PORT") and _KUBERNETES_URL.fullmatch(text)):
+            continue
         if key is None:
-            if not _KUBERNETES.fullmatch(name):
-                near = suggestion(name, tuple(ENVIRONMENT_NAMES))
-                found.problems.append(
-                    f"environment {name}: unknown setting.{near or ' Run `histate config --help` for the list.'}"
-                )
+            near = suggestion(name, tuple(ENVIRONMENT_NAMES))
+            found.problems.append(
+                f"environment {name}: unknown setting.{near or ' Run `histate config --help` for the list.'}"
+            )
             continue
         if not text:
             continue  # set but empty: what templates leave behind for "not given"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_histate.config import Config, ConfigError, check_machine
-from lmcache_histate.config.machine import memory_limit
+from lmcache_histate.config.machine import cgroup_limits, memory_limit
 from lmcache_histate.config.values import GIB
 
 
@@ -34,6 +34,28 @@ def test_more_memory_than_there_is() -> None:
 
 def test_the_memory_limit_is_at_most_the_machines() -> None:
     assert 0 < memory_limit() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(
+    ("listing", "files", "limits"),
+    [
+        # version 2: a parent's limit holds for the child as well
+        ("0::/pod/app\n", {"pod/app/memory.max": "max\n", "pod/memory.max": "4096\n"}, [4096]),
+        # in a container the path is the host's, and the root is the container's own group
+        ("0::/kubepods/x\n", {"memory.max": "8192\n"}, [8192]),
+        ("5:cpu,memory:/a\n1:name=systemd:/\n", {"memory/a/memory.limit_in_bytes": "77\n"}, [77]),
+        ("0::/\n4:memory:/a\n", {"memory/a/memory.limit_in_bytes": "7\n", "memory/memory.limit_in_bytes": "9"}, [7, 9]),
+        ("0::/\n", {}, []),
+    ],
+)
+def test_limits_of_control_groups(tmp_path: Path, listing: str, files: dict[str, str], limits: list[int]) -> None:
+    (tmp_path / "cgroup").write_text(listing)
+    for name, text in files.items():
+        path = tmp_path / "mount" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert cgroup_limits(tmp_path / "cgroup", tmp_path / "mount") == limits
+    assert cgroup_limits(tmp_path / "absent", tmp_path / "mount") == []
 
 
 def test_more_disk_than_there_is(tmp_path: Path) -> None:

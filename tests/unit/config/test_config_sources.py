@@ -119,9 +119,13 @@ class TestSources:
             HISTATE_PORT="tcp://10.0.0.1:5555",
             HISTATE_PORT_5555_TCP="tcp://10.0.0.1:5555",
             HISTATE_PORT_5555_TCP_ADDR="10.0.0.1",
+            HISTATE_HTTP_PORT="tcp://10.0.0.1:8080",
             HISTATE_META_SERVICE_HOST="10.0.0.2",
             HISTATE_META_PORT_6379_TCP_PROTO="tcp",
         )
+
+        with pytest.raises(ConfigError, match=r"HISTATE_PORT: unknown setting\. Did you mean 'HISTATE_HTTP_PORT'"):
+            load("histate", HISTATE_PORT="8080")
 
     def test_lmcache_config_wins_over_lmcache_config_file(self, write) -> None:
         other = write("histate:\n  interval: 64\n", "other.yaml")
