@@ -8,6 +8,7 @@ all but the last access and later corrections of a place stand in the record hea
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import sqlite3
 import threading
@@ -155,7 +156,7 @@ class Catalogue:
                 # A catalogue that cannot be written for long must not eat the memory; headers still hold the place.
                 return
             self._pending[namespace, file] = row
-            if len(self._pending) in (1, FLUSH_ROWS):
+            if len(self._pending) == FLUSH_ROWS:  # fewer wait for the thread's next round: waking it would cost the caller
                 self._wake.notify_all()
 
     def flush(self, timeout: float = 30.0) -> bool:
@@ -169,13 +170,11 @@ class Catalogue:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not self._pending and not self._closed:
-                    self._wake.wait()
                 if len(self._pending) < FLUSH_ROWS and not self._closed:
                     self._wake.wait(FLUSH_SECONDS)
                 if self._closed and not self._pending:
                     return
-                batch = dict(list(self._pending.items())[:FLUSH_ROWS])
+                batch = dict(itertools.islice(self._pending.items(), FLUSH_ROWS))
                 for key in batch:
                     del self._pending[key]
                 self._flushing = True

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
+from lmcache_histate.backends.disk.lanes import Lanes
 from lmcache_histate.backends.disk.record import (
     BLOCK,
     HEADER_BYTES,
@@ -156,6 +157,7 @@ class DirectIO:
     name = "direct"
 
     def __init__(self) -> None:
+        self._lanes = Lanes()
         self._edges = AlignedPool(2 * BLOCK, 64)  # a header block and the padded tail of a payload
         self._staging = AlignedPool(SEGMENT, 4)
 
@@ -199,6 +201,8 @@ class DirectIO:
         edges = self._edges.take()
         try:
             _check_length(fd, len(payload))
+            if len(payload) > 2 * SEGMENT and address(payload) % BLOCK == 0:
+                return self._read_in_lanes(fd, edges, payload, still_wanted)
             whole = len(payload) - len(payload) % BLOCK
             tail = edges[BLOCK : BLOCK + padded(len(payload) - whole)]
             _wanted(still_wanted)
@@ -217,6 +221,28 @@ class DirectIO:
         finally:
             self._edges.give(edges)
             os.close(fd)
+
+    def _read_in_lanes(
+        self, fd: int, edges: memoryview, payload: memoryview, still_wanted: Callable[[], bool]
+    ) -> tuple[bytes, int]:
+        """Read and digest an aligned payload segment by segment on several threads."""
+        starts = range(0, len(payload), SEGMENT)
+        digests = [0] * len(starts)
+
+        def step(at: int) -> None:
+            piece = payload[starts[at] : starts[at] + SEGMENT]
+            whole = len(piece) - len(piece) % BLOCK
+            tail = edges[BLOCK : BLOCK + padded(len(piece) - whole)]  # only the last piece has one
+            head = edges[:BLOCK] if at == 0 else edges[:0]
+            _wanted(still_wanted)
+            offset = HEADER_BYTES + starts[at] - len(head)
+            _read_all(fd, [p for p in (head, piece[:whole], tail) if len(p)], offset)
+            if len(tail):
+                piece[whole:] = tail[: len(piece) - whole]
+            digests[at] = segment_digest(piece)
+
+        self._lanes.each(len(starts), step)
+        return bytes(edges[:BLOCK]), combine(digests)
 
     def _read_staged(self, fd: int, payload: memoryview, still_wanted: Callable[[], bool]) -> None:
         staging = self._staging.take()

@@ -65,11 +65,22 @@ def create(root: Path, model: str, layout: Layout, fingerprint: str) -> Namespac
     known = load(folder)
     if known is not None and known.layout is not None:
         return known
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folders(folder)
     write_manifest(folder, model, layout, fingerprint)
     for made in (folder, folder.parent, root):
         fsync_folder(made)
     return Namespace(name, folder, model, layout, is_opaque(layout))
+
+
+def make_folders(folder: Path) -> None:
+    """Make a namespace's folder and all its shards: made one by one, each would cost the store that needs it two fsyncs.
+
+    Raises:
+        OSError: as the system says.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard in range(256):
+        (folder / f"{shard:02x}").mkdir(exist_ok=True)
 
 
 def write_manifest(folder: Path, model: str, layout: Layout | None, fingerprint: str) -> None:
@@ -196,7 +207,7 @@ class Namespaces:
             OSError: as the system says.
         """
         for n in lost:
-            n.folder.mkdir(parents=True, exist_ok=True)
+            make_folders(n.folder)
             write_manifest(n.folder, n.model, n.layout, self._fingerprint)
 
 

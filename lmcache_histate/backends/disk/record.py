@@ -33,7 +33,7 @@ BLOCK = 4096
 HEADER_BYTES = BLOCK
 """Bytes before the payload."""
 
-SEGMENT = 4 << 20
+SEGMENT = 2 << 20
 """Bytes of payload under one segment digest."""
 
 MAGIC = b"HISTATE\x01"
