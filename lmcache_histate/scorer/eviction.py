@@ -90,6 +90,10 @@ class EvictionOrder:
 
     # -- told by the tree (this object is its watcher) --------------------------------------------------------------
 
+    def rearranging(self) -> None:
+        """Restore points are about to change in another way than a path growing."""
+        self._reach.settle()
+
     def entered(self, node: int) -> None:
         """`node` can be resumed from."""
         self._reach.entered(node)
@@ -131,6 +135,14 @@ class EvictionOrder:
         freed = nbytes / tree.namespaces[tree.space[node]].geometry.kv_bytes_per_token
         return tree.last_access[node] + self.tau * max(0.0, hits) * price / max(freed, 1e-9)
 
+    def floor(self, node: int, tier: Tier) -> float:
+        """What the queue of `tier` holds for `node`: at most its value; infinite if it is not queued. O(1)."""
+        return self._queues[tier].floor(node)
+
+    def is_offered(self, node: int, tier: Tier) -> bool:
+        """Whether `node` was offered as a victim of `tier` and waits outside of the queue. O(1)."""
+        return node in self._offered[tier]
+
     def _copy_tier(self, node: int, tier: Tier) -> Tier:
         """The fastest other tier that holds a copy of the unit's anchor."""
         for other in Tier:
@@ -160,8 +172,17 @@ class EvictionOrder:
 
     def settle(self) -> None:
         """Bring units and queues up to date with the events since the last call. O(what they touched)."""
-        changed = self._tree.settle()
         reach = self._reach
+        reach.settle()
+        changed = self._tree.settle()
+        if len(changed) > self._tree.capacity // 4:
+            # Much of the tree is new: one pass over arrays is cheaper than a queue operation for each.
+            reach.stale_paths.clear()
+            reach.stale_nodes.clear()
+            for node, tier in changed:
+                self._requeue(node, tier, priced=False)
+            self._reprice_queues()
+            return
         for node in reach.stale_paths:
             self._lower_path(node)
         reach.stale_paths.clear()
@@ -172,7 +193,7 @@ class EvictionOrder:
                 self._requeue(node, tier)
         reach.stale_nodes.clear()
 
-    def _requeue(self, node: int, tier: Tier) -> None:
+    def _requeue(self, node: int, tier: Tier, priced: bool = True) -> None:
         kind = self._tree.unit_kind[tier][node]
         if node in self._offered[tier]:
             if kind != UnitKind.NONE:
@@ -185,7 +206,7 @@ class EvictionOrder:
         self._orphans[tier].discard(node)
         if kind == UnitKind.NONE:
             self._queues[tier].discard(node)
-        else:
+        elif priced:
             self._queues[tier].set(node, self.value(node, tier))
 
     def _lower_path(self, end: int) -> None:
@@ -214,6 +235,9 @@ class EvictionOrder:
         self.settle()
         if tau is not None:
             self.tau = tau
+        self._reprice_queues()
+
+    def _reprice_queues(self) -> None:
         tree = self._tree
         marked = np.frombuffer(tree.restorable.marked, dtype=np.uint8) != 0
         parent = np.frombuffer(tree.parent, dtype=np.int32).astype(np.int64)

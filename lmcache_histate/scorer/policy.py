@@ -19,7 +19,8 @@ report either with `moved` or `discard`, or object by object with `stored` and `
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
@@ -31,7 +32,10 @@ from lmcache_histate.scorer.interval import choose_interval, grid
 from lmcache_histate.scorer.placement import best_places
 from lmcache_histate.scorer.reach import PathReach
 from lmcache_histate.scorer.settings import PolicySettings
+from lmcache_histate.scorer.shadow import ShadowCache
+from lmcache_histate.scorer.tuner import TauTuner
 from lmcache_histate.state_store.objects import CacheObject, Tier
+from lmcache_histate.state_store.plain import PlainNamespace, dump_namespace, load_namespace
 from lmcache_histate.state_store.tree import NO_NODE, Namespace
 from lmcache_histate.state_store.units import UnitTree
 
@@ -45,6 +49,23 @@ class Lookup(NamedTuple):
     """Longest prefix whose KV is complete in all ranks."""
     resume_tokens: int
     """Last snapshot inside it: what a request can really skip. 0 if none."""
+
+
+class PlainPolicy(TypedDict):
+    """A policy's whole state as plain data."""
+
+    version: int
+    tau: float
+    namespaces: list[PlainNamespace]
+    paths: list[tuple[str, bytes, float, int, int]]
+    """(namespace, hash of the last restorable chunk, end in tokens, hits, end hits) of every path."""
+    access: dict[str, object]
+    cost: dict[str, object]
+    kv_residence: dict[str, float]
+    snapshot_residence: dict[str, float]
+
+
+PLAIN_VERSION = 1
 
 
 class CachePolicy:
@@ -75,6 +96,12 @@ class CachePolicy:
         self._spaces: dict[str, Namespace] = {}
         self._stop_ms: float | None = None
         self._events = 0
+        self.tuner: TauTuner | None = None
+        if self.settings.eviction == "cost" and self.settings.tau == "auto" and self.capacities:
+            self.tuner = TauTuner(self.settings.taus, self.order.tau, self._shadow, self.settings.shadow_chunks)
+
+    def _shadow(self, tau: float) -> ShadowCache:
+        return ShadowCache(CachePolicy(replace(self.settings, tau=tau)), self.cost)
 
     @property
     def tau(self) -> float:
@@ -88,6 +115,8 @@ class CachePolicy:
             ValueError: it is registered with another geometry.
         """
         self._spaces[name] = self.tree.add_namespace(name, geometry)
+        if self.tuner is not None:
+            self.tuner.add_namespace(name, geometry)
 
     # -- what happened --------------------------------------------------------------------------------------------
 
@@ -155,7 +184,10 @@ class CachePolicy:
         accessed[used] = np.maximum(accessed[used], now)
 
     def end_turn(self, namespace: str, hashes: Sequence[bytes], tokens: int, now: float) -> None:
-        """A turn ended at position `tokens` of the path `hashes`: that is where its next append will hit. O(path)."""
+        """A turn ended at position `tokens` of the path `hashes`: that is where its next append will hit.
+
+        O(path); with `tau="auto"` once more for each candidate, on sampled sessions.
+        """
         space = self._spaces[namespace]
         nodes = self.tree.match(space, hashes).nodes
         last = nodes[-1] if nodes else NO_NODE
@@ -168,6 +200,11 @@ class CachePolicy:
 
             self.reach.update(last, move_end)
         self._count_event()
+        if self.tuner is not None and nodes:
+            lineage = self.tree.lineage[nodes[-1]]
+            tau = self.tuner.turn(lineage, namespace, hashes, tokens, sum(self.capacities.values()), now)
+            if tau is not None:
+                self.publish(tau)
 
     def observe_prefill(self, start: float, end: float, milliseconds: float) -> None:
         """The engine prefilled positions [start, end) in `milliseconds`. O(1)."""
@@ -258,3 +295,46 @@ class CachePolicy:
         self.cost.publish()
         self.reach.rebuild()
         self.order.reprice(tau)
+
+    # -- plain data -----------------------------------------------------------------------------------------------
+
+    def dump(self) -> PlainPolicy:
+        """Everything but the settings and the tuner's shadows, as plain data. O(n)."""
+        tree = self.tree
+        return PlainPolicy(
+            version=PLAIN_VERSION,
+            tau=self.tau,
+            namespaces=[dump_namespace(tree, space) for space in tree.namespaces],
+            paths=[
+                (tree.namespaces[tree.space[node]].name, tree.hashes[node], rec.end, rec.hits, rec.end_hits)
+                for node, rec in self.reach.records.items()
+            ],
+            access=self.access.dump(),
+            cost=self.cost.dump(),
+            kv_residence=self.tree.kv_residence.dump(),
+            snapshot_residence=self.tree.snapshot_residence.dump(),
+        )
+
+    def load(self, data: PlainPolicy, now: float) -> None:
+        """Take back what `dump` gave, into a new policy. Paths that are no longer whole are left out. O(n).
+
+        Raises:
+            ValueError: another version, or data that contradict themselves.
+        """
+        if data["version"] != PLAIN_VERSION:
+            raise ValueError(f"plain data of version {data['version']}, this code reads {PLAIN_VERSION}")
+        for plain in data["namespaces"]:
+            space = load_namespace(self.tree, plain, now)
+            self.add_namespace(space.name, space.geometry)
+        for name, chunk_hash, end, hits, end_hits in data["paths"]:
+            record = self.reach.records.get(self._spaces[name].nodes.get(chunk_hash, NO_NODE))
+            if record is not None:
+                record.end, record.hits, record.end_hits = end, hits, end_hits
+        self.access.load(data["access"])
+        self.cost.load(data["cost"])
+        self.tree.kv_residence.load(data["kv_residence"])
+        self.tree.snapshot_residence.load(data["snapshot_residence"])
+        tau = data["tau"] if self.settings.eviction == "cost" and self.settings.tau == "auto" else None
+        if tau is not None and self.tuner is not None and tau in self.tuner.taus:
+            self.tuner.live = tau
+        self.publish(tau)

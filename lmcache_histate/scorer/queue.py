@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 ABSENT = float("inf")
+LARGEST = float(np.finfo(np.float64).max)
 MIN_FRONT = 64
 FRONT_SHARE = 64
 
@@ -94,10 +95,7 @@ class FloorQueue:
         """Take the lowest floors into the (empty) front."""
         floors = np.frombuffer(self._floor, dtype=np.float64)
         want = self._share()
-        if want < self._present:
-            horizon = float(np.partition(floors, want - 1)[want - 1])
-        else:
-            horizon = float(np.finfo(np.float64).max)
+        horizon = LARGEST if want >= self._present else float(np.partition(floors, want - 1)[want - 1])
         nodes = np.flatnonzero(floors <= horizon)
         values = floors[nodes]
         order = np.argsort(values, kind="stable")

@@ -40,6 +40,9 @@ class PathReach:
         self.passed = array("d")
         self.stale_paths: set[int] = set()
         self.stale_nodes: set[int] = set()
+        # Paths that grew since their reach was last worked out: new end -> (end, record) that is counted now, if any.
+        # A turn that saves many snapshots moves its end many times; only the last move is worth a pass over the path.
+        self._grown: dict[int, tuple[int, PathRecord] | None] = {}
         self._tree = tree
         self._model = model
 
@@ -60,7 +63,7 @@ class PathReach:
         self.stale_nodes.discard(node)
 
     def entered(self, node: int) -> None:
-        """`node` can be resumed from. O(path) at a path's end, O(stretch) before other restore points."""
+        """`node` can be resumed from. O(stretch), and O(path) once for all growth of a path until the next question."""
         tree = self._tree
         before = tree.previous_restorable(node)
         if tree.restorable.kids[node]:
@@ -69,19 +72,17 @@ class PathReach:
             self.passed[node] = sum(self.reach[later] for later in following)
             if before != NO_NODE:
                 self.passed[before] += self.reach[node] - self.passed[node]
-                self.stale_nodes.add(before)
             self.stale_nodes.update(following)
             return
         end = float(tree.position[node])
         record = self.records.pop(before, None)
         if record is None:
             record = PathRecord(end)
+            self._grown[node] = None
         else:
-            self._add(before, record, -1.0)
-            self.passed[before] = 0.0
+            self._grown[node] = self._grown.pop(before) if before in self._grown else (before, replace(record))
             record.end = max(record.end, end)
         self.records[node] = record
-        self._add(node, record, 1.0)
 
     def left(self, node: int) -> None:
         """`node` cannot be resumed from any more. O(path) when a path ends for good, else O(stretch)."""
@@ -128,8 +129,19 @@ class PathReach:
                 node = next(child for child in tree.children(node) if alive.alive(child))
         return node
 
+    def settle(self) -> None:
+        """Count the paths that grew. O(path) each."""
+        if not self._grown:
+            return
+        grown, self._grown = self._grown, {}
+        for end, counted in grown.items():
+            if counted is not None:
+                self._add(counted[0], counted[1], -1.0)
+            self._add(end, self.records[end], 1.0)
+
     def update(self, end: int, change: Callable[[PathRecord], None]) -> None:
         """Apply `change` to the record of the path that ends at `end`, and to the reaches along it. O(path)."""
+        self.settle()
         record = self.records[end]
         former = replace(record)
         change(record)
@@ -139,6 +151,7 @@ class PathReach:
 
     def rebuild(self) -> None:
         """Work everything out anew from the records, with the access model as it is now. O(sum of path lengths)."""
+        self._grown.clear()
         self.reach = array("d", bytes(8 * self._tree.capacity))
         self.passed = array("d", bytes(8 * self._tree.capacity))
         for end, record in self.records.items():

@@ -1,1 +1,1 @@
-"""What exists: the prefix tree, its units of eviction and their residence times. Pure: no engine, no threads, no clock."""
+"""What exists: the prefix tree, its units of eviction and their residence times. Pure: no engine, threads or clock."""

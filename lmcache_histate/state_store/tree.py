@@ -422,10 +422,13 @@ class PrefixTree:
             self._whole[node] = 0
 
     def _enter(self, node: int) -> None:
+        if self.restorable.kids[node]:
+            self._rearranging()
         self.restorable.mark(node)
         self._entered(node)
 
     def _leave(self, node: int) -> None:
+        self._rearranging()
         self.restorable.unmark(node)
         self._left(node)
 
@@ -442,6 +445,9 @@ class PrefixTree:
 
     def _kv_out(self, node: int, tier: int) -> None:
         """`tier` holds no KV bytes of `node` any more."""
+
+    def _rearranging(self) -> None:
+        """The restorable nodes are about to change in another way than a path growing."""
 
     def _entered(self, node: int) -> None:
         """`node` has become restorable."""

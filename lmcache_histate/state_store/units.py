@@ -49,6 +49,9 @@ class Loss(NamedTuple):
 class RestorableWatcher(Protocol):
     """Told when restore points come and go, after the tree has changed and before units are settled."""
 
+    def rearranging(self) -> None:
+        """Restore points are about to change in another way than a path growing: the last moment to see them as told."""
+
     def entered(self, node: int) -> None:
         """`node` can be resumed from."""
 
@@ -131,6 +134,10 @@ class UnitTree(PrefixTree):
             above = self.parent[above]
         if above != NO_NODE and kids[above] == 2:
             self._dirty.update(child for child in self.children(above) if self.restorable.alive(child))
+
+    def _rearranging(self) -> None:
+        if self.watcher is not None:
+            self.watcher.rearranging()
 
     def _entered(self, node: int) -> None:
         self._note_restorable(node)
