@@ -21,6 +21,8 @@ class SchedulerRequest(Protocol):
 
     request_id: str
     num_prompt_tokens: int
+    num_tokens: int
+    """Prompt and answer so far."""
     num_computed_tokens: int
     shared_prefix_boundary: int
 
@@ -144,13 +146,20 @@ class CapturePlanner:
         """
         final = last_boundary(request.num_prompt_tokens, self._block_size, self._drops_last_block)
         interval = self._choose_interval(max(final - matched, 0))
+        stops = plan_stops(matched, final, interval, self._block_size, request.shared_prefix_boundary)
+        if matched < final < last_boundary(request.num_tokens, self._block_size, self._drops_last_block):
+            # Preempted while decoding: vLLM prefills the answer with the prompt and stops only at the answer's end.
+            stops += (final,)
         plan = CapturePlan(
             request=request,
-            stops=plan_stops(matched, final, interval, self._block_size, request.shared_prefix_boundary),
+            stops=stops,
             final=final,
             interval=interval,
             anchor=matched // self._block_size * self._block_size,
         )
+        before = self._plans.get(request.request_id)
+        if before is not None and before.tail is not None and before.tail <= matched:
+            plan.anchor, plan.tail = before.anchor, before.tail
         self._plans[request.request_id] = plan
         self.stops_planned += len(plan.stops)
         if plan.arm(matched):
