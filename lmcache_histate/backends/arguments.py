@@ -49,6 +49,9 @@ def server_arguments(config: Config, chunk_size: int) -> list[str]:
         # HiState runs its own eviction: LMCache's looks at single objects and would tear a prefix apart.
         "--eviction-policy",
         "noop",
+        # LMCache's idle loop would otherwise log once a second that it is about to evict.
+        "--eviction-trigger-watermark",
+        "1.0",
         "--http-port",
         str(config.http_port),
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lmcache.v1.distributed.api import ObjectKey
 
@@ -37,11 +37,13 @@ class Chains:
     """Brings stored chunks and their parents together, whichever is reported first.
 
     Args:
-        disk: LMCache's adapter of the disk tier. Ours keeps places durably; with any other they are lost at a restart.
+        disk: The disk tier, which keeps places durably, or None.
+        chunk_tokens: Tokens of one chunk.
     """
 
-    def __init__(self, disk: Any | None) -> None:
-        self._disk = disk if isinstance(disk, HiStateDiskAdapter) else None
+    def __init__(self, disk: HiStateDiskAdapter | None, chunk_tokens: int) -> None:
+        self._disk = disk
+        self.chunk_tokens = chunk_tokens
         self._parents: OrderedDict[bytes, bytes | None] = OrderedDict()
         self._waiting: OrderedDict[bytes, set[Namespace]] = OrderedDict()
 
@@ -85,24 +87,24 @@ class Chains:
         for entry in known:
             yield Link(namespace_of(entry.key), entry.place.parent or None, [entry.key.chunk_hash])
 
-    def keep_places(
-        self, tree: PrefixTree, space: CoreNamespace, keys: Iterable[ObjectKey], kinds: Sequence[Kind]
-    ) -> None:
-        """Have the disk tier remember where objects stand in the prefix tree. O(objects).
+    def place_of(self, tree: PrefixTree, space: CoreNamespace, key: ObjectKey, kinds: Sequence[Kind]) -> Place:
+        """Where an object stands in the prefix tree, in the disk tier's words. O(1).
 
         Args:
             tree: The core's tree.
-            space: The objects' namespace in it.
-            keys: Objects on disk, or about to be.
+            space: The object's namespace in it.
+            key: The object.
             kinds: Kind of every object group of the model.
         """
-        if self._disk is None:
-            return
-        places = []
-        for key in keys:
-            node = space.nodes.get(key.chunk_hash, NO_NODE)
-            if node == NO_NODE or tree.position[node] < 0:
-                continue
-            kind = RecordKind.SNAPSHOT if kinds[key.object_group_id] == Kind.SNAPSHOT else RecordKind.KV
-            places.append((key, Place(tree.hashes[tree.parent[node]], tree.position[node], kind)))
-        self._disk.set_places(places)
+        kind = RecordKind.SNAPSHOT if kinds[key.object_group_id] == Kind.SNAPSHOT else RecordKind.KV
+        node = space.nodes.get(key.chunk_hash, NO_NODE)
+        if node == NO_NODE or tree.position[node] < 0:
+            return Place(None, None, kind)
+        return Place(tree.hashes[tree.parent[node]], tree.position[node], kind)
+
+    def keep_places(
+        self, tree: PrefixTree, space: CoreNamespace, keys: Iterable[ObjectKey], kinds: Sequence[Kind]
+    ) -> None:
+        """Have the disk tier remember the places of objects that LMCache wrote there by itself. O(objects)."""
+        if self._disk is not None:
+            self._disk.set_places((key, self.place_of(tree, space, key, kinds)) for key in keys)

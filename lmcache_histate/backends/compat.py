@@ -6,14 +6,14 @@ Nothing else in this package reads an attribute of LMCache that starts with an u
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.storage_controllers.prefetch_controller import PrefetchController
 from lmcache.v1.distributed.storage_controllers.prefetch_policy import PrefetchPolicy
-from lmcache.v1.distributed.storage_controllers.store_controller import StoreController, StoreListener
+from lmcache.v1.distributed.storage_controllers.store_controller import StoreController
 from lmcache.v1.distributed.storage_controllers.store_policy import StorePolicy
 from lmcache.v1.distributed.storage_manager import StorageManager
 
@@ -38,10 +38,8 @@ def check_signatures() -> None:
         PrefetchPolicy.plan_l1_retention: ("self", "keys", "l1_manager_desc", "l2_adapter_desc"),
         StorePolicy.select_store_targets: ("self", "keys", "adapters"),
         StorePolicy.select_l1_deletions: ("self", "keys"),
-        StoreListener.on_l1_keys_write_finished: ("self", "keys"),
         StorageManager.delete_l1_keys: ("self", "keys", "force"),
         StorageManager.get_l1_usage: ("self",),
-        StorageManager.register_l2_listener: ("self", "listener"),
     }  # fmt: skip
     wrong = [
         f"{function.__qualname__}{inspect.signature(function)}"
@@ -76,7 +74,7 @@ class StorageParts:
             store_controllers = list(manager._store_controllers.values())
             prefetch_controller = manager._prefetch_controller
             parts = cls(manager, l1_managers[0], store_controllers[0], prefetch_controller)
-            _ = parts.store_controller._policy, parts.prefetch_controller._policy, parts.store_controller._listener
+            _ = parts.store_controller._policy, parts.prefetch_controller._policy
         except (AttributeError, IndexError) as error:
             raise CompatError(
                 f"this LMCache has no {error}, which lmcache {TESTED} has. Install lmcache {TESTED}."
@@ -93,19 +91,6 @@ class StorageParts:
         """
         self.store_controller._policy = store
         self.prefetch_controller._policy = prefetch
-
-    def listen(self, l1_listener: Any, l2_listener: Any) -> None:
-        """Register listeners of both tiers. L1's fire under the L1 lock: they must not call back into L1."""
-        self.l1_manager.register_listener(l1_listener)
-        self.manager.register_l2_listener(l2_listener)
-
-    def offer_again(self, keys: Sequence[ObjectKey]) -> None:
-        """Offer resident objects to the store policy once more, as if they had just been written.
-
-        LMCache's store controller then read-locks them, writes them to the adapters that the policy names, unlocks,
-        and deletes from CPU memory what the policy gives up: this is how objects are demoted.
-        """
-        self.store_controller._listener.on_l1_keys_write_finished(list(keys))
 
     def resident(self, keys: Iterable[ObjectKey]) -> list[ObjectKey]:
         """Those of ``keys`` that CPU memory holds right now."""

@@ -17,6 +17,7 @@ from lmcache.v1.distributed.internal_api import L1ManagerListener, L2AdapterList
 from lmcache.v1.mp_observability.event import Event, EventType
 from lmcache.v1.mp_observability.event_bus import EventBus, EventCallback, EventSubscriber
 
+from lmcache_histate.backends.disk.core import Put
 from lmcache_histate.state_store.objects import Tier
 
 
@@ -73,7 +74,15 @@ class SnapshotsReplaced:
     time: float
 
 
-StoreEvent = ObjectsChanged | Looked | Chained | SnapshotsReplaced
+@dataclass(frozen=True)
+class MoveEnded:
+    """The disk tier is done with objects that were being moved down."""
+
+    keys: Sequence[ObjectKey]
+    results: Sequence[Put]
+
+
+StoreEvent = ObjectsChanged | Looked | Chained | SnapshotsReplaced | MoveEnded
 
 
 class EventQueue:

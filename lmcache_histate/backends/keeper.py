@@ -17,17 +17,19 @@ from lmcache.v1.distributed.api import ObjectKey
 
 from lmcache_histate.backends.chains import Chains, Link
 from lmcache_histate.backends.compat import StorageParts
+from lmcache_histate.backends.disk.adapter import HiStateDiskAdapter
 from lmcache_histate.backends.events import (
     Chained,
     Change,
     EventQueue,
     Looked,
+    MoveEnded,
     ObjectsChanged,
     SnapshotsReplaced,
     StoreEvent,
 )
 from lmcache_histate.backends.layout import Layouts, ModelLayout, Namespace, namespace_of
-from lmcache_histate.backends.policies import Moves
+from lmcache_histate.backends.mover import Mover
 from lmcache_histate.backends.room import DISK_HEADROOM, RoomMaker
 from lmcache_histate.config import Config
 from lmcache_histate.protocol import PlacementFacts
@@ -54,8 +56,7 @@ class Keeper:
         parts: LMCache's storage manager and controllers.
         layouts: Which object groups hold what.
         queue: What happened, written by LMCache's threads.
-        moves: What is asked of LMCache's store thread.
-        disk: LMCache's adapter of the disk tier, or None.
+        disk: The disk tier, or None.
         chunk_tokens: Tokens of one chunk.
     """
 
@@ -65,20 +66,19 @@ class Keeper:
         parts: StorageParts,
         layouts: Layouts,
         queue: EventQueue,
-        moves: Moves,
-        disk: Any | None,
+        disk: HiStateDiskAdapter | None,
         chunk_tokens: int,
     ) -> None:
         settings = config.histate
         self._parts = parts
         self._layouts = layouts
         self._queue = queue
-        self._moves = moves
         self._chunk_tokens = chunk_tokens
         self._snapshots_to_disk = disk is not None and settings.snapshots_to_disk
+        disk_limit = disk.get_usage().total_capacity_bytes * (1 - DISK_HEADROOM) if disk is not None else 0.0
         capacities = {Tier.CPU: float(parts.manager.get_l1_usage()[1])}
-        if disk is not None and config.max_local_disk_size:
-            capacities[Tier.DISK] = config.max_local_disk_size * (1 << 30) * (1 - DISK_HEADROOM)
+        if disk is not None:
+            capacities[Tier.DISK] = disk_limit
         self.policy = CachePolicy(
             PolicySettings(
                 eviction=settings.eviction,
@@ -90,8 +90,17 @@ class Keeper:
             ),
             capacities,
         )
-        self._room = RoomMaker(self.policy, parts, layouts, moves, disk, settings, capacities.get(Tier.DISK))
-        self._chains = Chains(disk)
+        self._chains = Chains(disk, chunk_tokens)
+        self._mover = Mover(parts, disk, queue) if disk is not None else None
+        self._room = RoomMaker(
+            self.policy,
+            parts,
+            layouts,
+            self._chains,
+            (disk, self._mover) if disk is not None and self._mover is not None else None,
+            settings,
+            disk_limit,
+        )
         self._registered: dict[Namespace, CoreNamespace] = {}
         self._undecided: deque[ObjectsChanged] = deque(maxlen=100_000)
         self._overtaken: deque[tuple[float, Namespace, bytes]] = deque()
@@ -128,7 +137,8 @@ class Keeper:
             **self._room.counts,
             "healthy": self._thread.is_alive(),
             "queued_events": len(self._queue),
-            "moves_in_flight": len(self._moves),
+            **(self._mover.counts if self._mover is not None else {}),
+            "moves_in_flight": len(self._mover) if self._mover is not None else 0,
             "cpu_bytes": used,
             "cpu_capacity_bytes": total,
             "disk_bytes": self._room.disk_bytes(),
@@ -157,7 +167,6 @@ class Keeper:
         now = time.monotonic()
         self._demote_overtaken(now)
         self._room.make_room(now)
-        self._moves.forget_old()
         for model in {(namespace.model_name, namespace.world_size) for namespace in self._registered}:
             layout = self._layouts.find(*model)
             if layout is not None:
@@ -179,6 +188,9 @@ class Keeper:
             self._looked(event)
         elif isinstance(event, Chained):
             self._link(self._chains.chained(event), event.time)
+        elif isinstance(event, MoveEnded):
+            if self._mover is not None:
+                self._mover.ended(event, time.monotonic())
         else:
             self._snapshots_replaced(event)
 
@@ -212,9 +224,6 @@ class Keeper:
             if event.change is Change.STORED:
                 self._stored(namespace, layout, keys, objects, event)
             else:
-                if event.tier is Tier.CPU:
-                    self._moves.forget(keys)
-                    self._room.left_cpu(keys)
                 self.policy.removed(namespace.name, objects, event.time)
 
     def _stored(
@@ -286,7 +295,7 @@ class Keeper:
             if tree.unit_kind[Tier.CPU][node] != UnitKind.SNAPSHOT:
                 continue
             objects = tree.objects(node, Kind.SNAPSHOT, Tier.CPU)
-            self._counts["demoted_snapshots"] += self._room.move_down(namespace, objects)
+            self._counts["demoted_snapshots"] += self._room.move_down(namespace, objects) > 0
 
     def drop_snapshots(self, namespace: Namespace, chunk_hashes: Sequence[bytes]) -> None:
         """The connector says that these snapshots were replaced. Called on a request thread; only queues."""
@@ -299,7 +308,6 @@ class Keeper:
             return
         for chunk_hash in event.chunk_hashes:
             keys = layout.all_keys(namespace, chunk_hash, Kind.SNAPSHOT)
-            self._moves.forget(keys)
             self._counts["dropped_snapshots"] += self._room.delete(keys)
 
     def _node(self, namespace: Namespace, chunk_hash: bytes) -> int:

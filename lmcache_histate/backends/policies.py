@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 from lmcache.lmcache_native import Bitmap
@@ -22,102 +21,40 @@ from lmcache_histate.backends.events import Looked
 from lmcache_histate.backends.layout import namespace_of
 from lmcache_histate.state_store.objects import Kind
 
-FORGET_SECONDS = 60.0
-"""A requested move whose outcome LMCache never reported (a failed write) is forgotten after this long."""
-
-
-class Moves:
-    """Objects that the controller wants written to the disk tier, and whether they leave CPU memory afterwards.
-
-    Written by the controller's thread, read by LMCache's store thread.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._asked: dict[ObjectKey, tuple[bool, float]] = {}
-
-    def ask(self, keys: Iterable[ObjectKey], leave_cpu: bool) -> list[ObjectKey]:
-        """Request moves; returns the keys that were not already on their way. O(keys)."""
-        now = time.monotonic()
-        fresh = []
-        with self._lock:
-            for key in keys:
-                known = self._asked.get(key)
-                if known is None or (leave_cpu and not known[0]):
-                    self._asked[key] = (leave_cpu, now)
-                    fresh.append(key)
-        return fresh
-
-    def wanted(self, key: ObjectKey) -> bool:
-        """Whether the controller asked for ``key`` to be on disk."""
-        with self._lock:
-            return key in self._asked
-
-    def finish(self, keys: Iterable[ObjectKey]) -> list[ObjectKey]:
-        """The writes of ``keys`` succeeded; returns those that should leave CPU memory now."""
-        with self._lock:
-            return [key for key in keys if self._asked.pop(key, (False, 0.0))[0]]
-
-    def forget(self, keys: Iterable[ObjectKey]) -> None:
-        """Drop requests, for example because the objects are gone."""
-        with self._lock:
-            for key in keys:
-                self._asked.pop(key, None)
-
-    def forget_old(self) -> int:
-        """Drop requests that never came to an end; returns how many."""
-        limit = time.monotonic() - FORGET_SECONDS
-        with self._lock:
-            old = [key for key, (_, asked) in self._asked.items() if asked < limit]
-            for key in old:
-                del self._asked[key]
-        return len(old)
-
-    def __len__(self) -> int:
-        return len(self._asked)
-
 
 class HiStateStorePolicy(StorePolicy):
-    """Nothing is written below CPU memory when it is stored, unless asked: the controller moves what should move.
+    """What is written below CPU memory at store time: nothing to disk unless asked, since the controller moves it later.
 
     Args:
-        moves: What the controller asked for.
         disk_index: LMCache's index of the disk adapter, or None without one.
         write_through: Write everything to disk when it is stored, too (the setting ``histate.write_through``).
     """
 
-    def __init__(self, moves: Moves, disk_index: int | None, write_through: bool) -> None:
-        self._moves = moves
+    def __init__(self, disk_index: int | None, write_through: bool) -> None:
         self._disk_index = disk_index
         self._write_through = write_through
 
     def select_store_targets(
         self, keys: list[ObjectKey], adapters: list[L2AdapterDescriptor]
     ) -> dict[int, list[ObjectKey]]:
-        """Disk for what was asked (or everything, with write-through); remote tiers get what is newly stored.
+        """Remote tiers get what is newly stored, as in LMCache; the disk tier only with write-through.
 
         Args:
-            keys: Objects just written, or offered again by the controller.
+            keys: Objects just written.
             adapters: The lower tiers that accept writes.
 
         Returns:
             Adapter index -> keys.
         """
-        asked = [key for key in keys if self._moves.wanted(key)]
-        targets: dict[int, list[ObjectKey]] = {}
-        for adapter in adapters:
-            if adapter.index == self._disk_index:
-                chosen = list(keys) if self._write_through else asked
-            else:
-                moved = set(asked)
-                chosen = [key for key in keys if key not in moved]
-            if chosen:
-                targets[adapter.index] = chosen
-        return targets
+        return {
+            adapter.index: list(keys)
+            for adapter in adapters
+            if adapter.index != self._disk_index or self._write_through
+        }
 
     def select_l1_deletions(self, keys: list[ObjectKey]) -> list[ObjectKey]:
-        """What was written successfully and should leave CPU memory."""
-        return self._moves.finish(keys)
+        """Nothing: the controller decides what leaves CPU memory."""
+        return []
 
 
 class HiStatePrefetchPolicy(DefaultPrefetchPolicy):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import version
 from typing import Any
 
@@ -12,10 +13,11 @@ from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
 from lmcache_histate import __version__
 from lmcache_histate.backends import compat
+from lmcache_histate.backends.arguments import forget_secrets
 from lmcache_histate.backends.events import ChainSubscriber, CpuListener, EventQueue, LowerTierListener
 from lmcache_histate.backends.keeper import Keeper
 from lmcache_histate.backends.layout import Layouts, Namespace, namespace_of
-from lmcache_histate.backends.policies import HiStatePrefetchPolicy, HiStateStorePolicy, Moves
+from lmcache_histate.backends.policies import HiStatePrefetchPolicy, HiStateStorePolicy
 from lmcache_histate.config import Config
 from lmcache_histate.protocol import (
     DROP_SNAPSHOTS,
@@ -44,7 +46,9 @@ def build_server_module(build: ExtServerModuleBuildContext) -> HiStateServerModu
         compat.CompatError: Another LMCache than the tested one.
         ValueError: Server flags under which LMCache would serve wrong states.
     """
-    config = Config.from_json(build.config) if build.config else Config()
+    config = Config.from_json(build.config, os.environ) if build.config else Config()
+    # LMCache's HTTP port shows the whole environment to anyone who asks.
+    forget_secrets(os.environ)
     compat.check_signatures()
     context = build.server_context
     if not context.separate_object_groups:
@@ -71,18 +75,16 @@ class HiStateServerModule:
         self._queue = EventQueue()
         adapters = parts.manager.l2_adapters()
         disk = adapters[0] if config.local_disk is not None and adapters else None
-        self._moves = Moves()
         self._keeper = Keeper(
             config,
             parts,
             self._layouts,
             self._queue,
-            self._moves,
             disk[1] if disk else None,
             context.chunk_size,
         )
         parts.take_over_policies(
-            HiStateStorePolicy(self._moves, disk[0].index if disk else None, config.histate.write_through),
+            HiStateStorePolicy(disk[0].index if disk else None, config.histate.write_through),
             HiStatePrefetchPolicy(self._queue.put, self._kind_of),
         )
         parts.l1_manager.register_listener(CpuListener(self._queue))

@@ -52,6 +52,22 @@ def iter_specs(kv_cache_config: KVCacheConfig | None) -> list[tuple[int, Any]]:
     return found
 
 
+def snapshot_tokens(kv_cache_config: KVCacheConfig | None) -> float:
+    """``N_s`` from vLLM's own page sizes: bytes of one snapshot over bytes of one token's KV; 0 for other models."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    snapshot = kv_per_token = 0.0
+    for index, group in enumerate(kv_cache_config.kv_cache_groups if kv_cache_config else ()):
+        specs = [spec for other, spec in iter_specs(kv_cache_config) if other == index]
+        layers = len(group.layer_names) / max(len(specs), 1)
+        for spec in specs:
+            if isinstance(spec, MambaSpec):
+                snapshot += layers * spec.page_size_bytes
+            else:
+                kv_per_token += layers * spec.page_size_bytes / spec.block_size
+    return snapshot / kv_per_token if kv_per_token else 0.0
+
+
 def check_versions(allow_untested: bool) -> str | None:
     """Compare the installed vLLM and LMCache with the tested ones.
 

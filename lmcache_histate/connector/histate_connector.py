@@ -10,13 +10,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.logger import init_logger
 
 from lmcache_histate.backends.arguments import connector_extra_config, server_environment
-from lmcache_histate.config import Config, load_config
+from lmcache_histate.config import Config, check_machine, load_config_or_defaults
 from lmcache_histate.connector import guards
 from lmcache_histate.connector.capture_plan import CapturePlanner
 from lmcache_histate.connector.cpu import CpuHybridConnector, is_cpu_build, use_server_driven_transfers
 from lmcache_histate.connector.placement import Placement
 from lmcache_histate.connector.server_link import ServerLink
 from lmcache_histate.connector.store_fence import StoreFence
+from lmcache_histate.protocol import PlacementFacts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,13 +50,14 @@ class HiStateConnector(CpuHybridConnector):
         self._fence: StoreFence | None = None
         self._recurrent_groups = guards.recurrent_groups(kv_cache_config)
         block_size = guards.recurrent_block_size(kv_cache_config)
-        config = load_config(os.environ) or Config()
+        config = load_config_or_defaults(os.environ)
         active = block_size is not None and config.histate.enabled
         if active:
             assert block_size is not None
             warning = guards.check_versions(config.histate.allow_untested_versions)
-            if warning and role == KVConnectorRole.SCHEDULER:
-                logger.warning(warning)
+            for line in (warning, *config.ignored):
+                if line and role == KVConnectorRole.SCHEDULER:
+                    logger.warning(line)
             guards.check_engine(vllm_config, block_size, is_cpu_build())
             assert vllm_config.kv_transfer_config is not None
             extra = vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -63,6 +65,7 @@ class HiStateConnector(CpuHybridConnector):
                 extra.setdefault(key, value)
             use_server_driven_transfers(vllm_config)
             if role == KVConnectorRole.SCHEDULER and config.starts_server:
+                check_machine(config)
                 # Passwords reach a server that LMCache starts through the environment, not its command line.
                 os.environ.update(server_environment(config))
         super().__init__(vllm_config, role, kv_cache_config)
@@ -89,6 +92,8 @@ class HiStateConnector(CpuHybridConnector):
             block_size,
             vllm_config.scheduler_config.max_num_batched_tokens,
             self._link,
+            # Until the server says how large its objects are, vLLM's own pages are the best estimate.
+            PlacementFacts(snapshot_tokens=guards.snapshot_tokens(self._kv_cache_config)),
         )
         self._planner = CapturePlanner(
             block_size,

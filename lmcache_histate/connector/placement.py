@@ -36,15 +36,23 @@ class Placement:
         block_size: Recurrent block size in tokens; intervals are multiples of it.
         step_tokens: Token budget of one scheduler step (``max_num_batched_tokens``).
         source: Where the server's facts come from.
+        facts: What to go by until the server answered.
     """
 
-    def __init__(self, interval: str | int, block_size: int, step_tokens: int, source: FactsSource) -> None:
+    def __init__(
+        self,
+        interval: str | int,
+        block_size: int,
+        step_tokens: int,
+        source: FactsSource,
+        facts: PlacementFacts | None = None,
+    ) -> None:
         self._setting = interval
         self._block_size = block_size
         self._step_tokens = step_tokens
         self._source = source
         self._asked_at = float("-inf")
-        self.facts = PlacementFacts()
+        self.facts = facts or PlacementFacts()
         self.step_cost = StepCost()
 
     def on_request(self) -> None:

@@ -1,0 +1,89 @@
+"""Writes objects from CPU memory to the disk tier and lets CPU memory go of them once they are safe there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lmcache.logging import init_logger
+from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.error import L1Error
+
+from lmcache_histate.backends.compat import StorageParts
+from lmcache_histate.backends.disk.adapter import HiStateDiskAdapter
+from lmcache_histate.backends.disk.record import Place
+from lmcache_histate.backends.disk.core import Put
+from lmcache_histate.backends.events import EventQueue, MoveEnded
+
+logger = init_logger(__name__)
+
+IN_FLIGHT_SHARE = 8
+"""At most this fraction (one over it) of CPU memory is being written at a time: what waits for the disk frees nothing."""
+PAUSE_SECONDS = 1.0
+"""No moves for this long after the disk refused one; victims are deleted meanwhile."""
+
+
+class Mover:
+    """Moves objects one tier down. Used by the controller's thread alone; the disk's threads only append events.
+
+    Args:
+        parts: LMCache's storage manager and controllers.
+        disk: The disk tier.
+        queue: Receives ``MoveEnded``.
+    """
+
+    def __init__(self, parts: StorageParts, disk: HiStateDiskAdapter, queue: EventQueue) -> None:
+        self._parts = parts
+        self._disk = disk
+        self._queue = queue
+        self._limit = parts.manager.get_l1_usage()[1] // IN_FLIGHT_SHARE
+        self._in_flight: dict[ObjectKey, int] = {}
+        self._paused_until = float("-inf")
+        self.bytes_in_flight = 0
+        self.counts = dict.fromkeys(("moved_to_disk", "bytes_moved_to_disk", "failed_moves"), 0)
+
+    def has_room(self, nbytes: int, now: float) -> bool:
+        """Whether a move of ``nbytes`` may start now. O(1)."""
+        return now >= self._paused_until and self.bytes_in_flight + nbytes <= self._limit
+
+    def move(self, keys: Sequence[ObjectKey], place_of: Callable[[ObjectKey], Place]) -> int:
+        """Start moving objects; those that are on their way already, or gone, are passed over. O(objects).
+
+        Args:
+            keys: Objects in CPU memory.
+            place_of: Where an object stands in the prefix tree, kept with it on disk.
+
+        Returns:
+            Bytes that will leave CPU memory.
+        """
+        fresh = [key for key in keys if key not in self._in_flight]
+        reserved = self._parts.l1_manager.reserve_read(fresh)
+        moving = [key for key in fresh if reserved[key][0] == L1Error.SUCCESS]
+        if not moving:
+            return 0
+        objects: list[Any] = [reserved[key][1] for key in moving]
+        sizes = [int(obj.get_size()) for obj in objects]
+        self._in_flight.update(zip(moving, sizes, strict=True))
+        self.bytes_in_flight += sum(sizes)
+        future = self._disk.put(moving, objects, [place_of(key) for key in moving])
+        future.add_done_callback(lambda done: self._queue.put(MoveEnded(moving, done.result())))
+        return sum(sizes)
+
+    def ended(self, event: MoveEnded, now: float) -> None:
+        """A move came to its end: unlock, and delete from CPU memory what the disk holds now. O(objects)."""
+        self._parts.l1_manager.finish_read(list(event.keys))
+        safe = []
+        for key, put in zip(event.keys, event.results, strict=True):
+            size = self._in_flight.pop(key, 0)
+            self.bytes_in_flight -= size
+            if put in (Put.STORED, Put.PRESENT):
+                safe.append(key)
+                self.counts["moved_to_disk"] += 1
+                self.counts["bytes_moved_to_disk"] += size if put is Put.STORED else 0
+            else:
+                self.counts["failed_moves"] += 1
+                self._paused_until = now + PAUSE_SECONDS
+        self._parts.manager.delete_l1_keys(safe)
+
+    def __len__(self) -> int:
+        return len(self._in_flight)

@@ -1,0 +1,187 @@
+"""What the controller does with real objects: demotion, eviction, reading back, restart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from storage import CHUNK, KV_GROUP, STATE_GROUP, Storage, chunk_hashes, eventually, hybrid_config, kv_bytes
+
+MIB = 1 / 1024
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Storage]]:
+    """Start storages; all are closed afterwards."""
+    running: list[Storage] = []
+
+    def begin(cpu_gib: float = 64 * MIB, disk: bool = True, **options: Any) -> Storage:
+        world_size = options.pop("world_size", 1)
+        registered = options.pop("registered", True)
+        disk_gib = options.pop("disk_gib", 0.25)
+        config = hybrid_config(tmp_path / "disk" if disk else None, cpu_gib, disk_gib, **options)
+        running.append(Storage(config, world_size, registered))
+        return running[-1]
+
+    yield begin
+    for storage in running:
+        storage.close()
+
+
+def test_a_turn_hits_its_last_snapshot(start: Callable[..., Storage]) -> None:
+    storage = start()
+    path = chunk_hashes("a", 10)
+    storage.store(path, 0, 10, snapshots=[3, 9])
+    assert storage.lookup(path) == 10
+    assert storage.lookup(path[:9]) == 4
+    assert storage.lookup(path[:3]) == 0
+
+
+def test_overtaken_snapshots_move_to_disk_and_come_back_byte_for_byte(start: Callable[..., Storage]) -> None:
+    storage = start()
+    path = chunk_hashes("a", 12)
+    storage.store(path, 0, 4, snapshots=[3])
+    storage.store(path, 4, 8, snapshots=[7])
+    storage.store(path, 8, 12, snapshots=[11])
+    historical = storage.keys([path[3], path[7]], STATE_GROUP)
+    final = storage.keys([path[11]], STATE_GROUP)
+    assert eventually(lambda: len(storage.on_disk(historical)) == 2 and not storage.resident(historical))
+    assert storage.resident(final) == final
+    assert storage.on_disk(final) == []
+    assert len(storage.resident(storage.keys(path, KV_GROUP))) == 12
+    assert storage.lookup(path[:8]) == 8  # bytes are compared in there
+    assert eventually(lambda: not storage.resident(historical)), "a snapshot that was read back stays below"
+
+
+def test_snapshots_stay_in_cpu_memory_when_the_setting_says_so(start: Callable[..., Storage]) -> None:
+    storage = start(snapshots_to_disk=False)
+    path = chunk_hashes("a", 8)
+    storage.store(path, 0, 4, snapshots=[3])
+    storage.store(path, 4, 8, snapshots=[7])
+    keys = storage.keys([path[3], path[7]], STATE_GROUP)
+    assert not eventually(lambda: bool(storage.on_disk(keys)), seconds=2.0)
+    assert storage.resident(keys) == keys
+
+
+def test_a_full_cpu_tier_makes_room_instead_of_dropping_stores(start: Callable[..., Storage]) -> None:
+    storage = start(cpu_gib=16 * MIB, eviction="lru")  # about 250 chunks of KV
+    last: list[bytes] = []
+    for number in range(24):
+        path = chunk_hashes(f"s{number}", 32)
+        for begin in range(0, 32, 8):
+            stored = storage.store(path, begin, begin + 8, snapshots=[begin + 7])
+            if len(stored) < 9:
+                assert eventually(storage.has_room)
+                assert len(storage.store(path, begin, begin + 8, snapshots=[begin + 7])) > 0
+        last = path
+    assert eventually(storage.has_room)
+    assert storage.lookup(last) == 32
+    status = storage.module.report_status()["histate"]
+    assert status["errors"] == 0
+    assert status["moved_to_disk"] > 0
+
+
+def test_cold_kv_goes_to_disk_and_serves_a_late_hit(start: Callable[..., Storage]) -> None:
+    storage = start(cpu_gib=16 * MIB, eviction="lru")
+    first = chunk_hashes("first", 16)
+    storage.store(first, 0, 16, snapshots=[7, 15])
+    for number in range(16):
+        path = chunk_hashes(f"s{number}", 32)
+        for begin in range(0, 32, 8):
+            storage.store(path, begin, begin + 8, snapshots=[begin + 7])
+            eventually(storage.has_room)
+    kv = storage.keys(first, KV_GROUP)
+    assert eventually(lambda: not storage.resident(kv)), "the oldest session left CPU memory"
+    assert len(storage.on_disk(kv)) == 16
+    assert storage.lookup(first) == 16
+    assert len(storage.resident(kv)) == 16, "KV that was read back stays"
+
+
+def test_the_disk_tier_never_exceeds_its_bytes(start: Callable[..., Storage]) -> None:
+    storage = start(cpu_gib=8 * MIB, disk_gib=16 * MIB)
+    (_, disk), *_ = storage.manager.l2_adapters()
+    for number in range(40):
+        path = chunk_hashes(f"s{number}", 16)
+        for begin in range(0, 16, 8):
+            storage.store(path, begin, begin + 8, snapshots=[begin + 7])
+            assert disk.get_usage().total_bytes_used <= disk.get_usage().total_capacity_bytes
+            eventually(storage.has_room)
+    status = storage.module.report_status()["histate"]
+    assert status["evicted_from_disk"] > 0
+    assert status["errors"] == 0
+
+
+def test_without_a_disk_the_cheapest_units_are_deleted(start: Callable[..., Storage]) -> None:
+    storage = start(cpu_gib=8 * MIB, disk=False, eviction="lru")
+    for number in range(12):
+        path = chunk_hashes(f"s{number}", 16)
+        storage.store(path, 0, 8, snapshots=[7])
+        storage.store(path, 8, 16, snapshots=[15])
+        eventually(storage.has_room)
+    assert storage.module.report_status()["histate"]["evicted_from_cpu"] > 0
+    assert storage.lookup(path) == 16
+
+
+def test_after_a_restart_the_disk_serves_what_it_held(start: Callable[..., Storage]) -> None:
+    storage = start(write_through=True)
+    path = chunk_hashes("a", 12)
+    storage.store(path, 0, 6, snapshots=[5])
+    storage.store(path, 6, 12, snapshots=[11])
+    everything = storage.keys(path, KV_GROUP) + storage.keys([path[5], path[11]], STATE_GROUP)
+    assert eventually(lambda: len(storage.on_disk(everything)) == len(everything))
+    assert eventually(lambda: len(storage.keeper.policy.tree) == 12)
+    storage.close()
+
+    again = start(write_through=True, registered=False)
+    again.register()
+    assert again.lookup(path) == 12
+    tree = again.keeper.policy.tree
+    assert eventually(lambda: len(tree) == 12)
+    space = tree.namespaces[0]
+    assert [tree.position[space.nodes[chunk]] for chunk in path] == [CHUNK * (index + 1) for index in range(12)]
+
+
+def test_tensor_parallel_ranks_leave_together(start: Callable[..., Storage]) -> None:
+    storage = start(world_size=2)
+    path = chunk_hashes("a", 8)
+    storage.store(path, 0, 4, snapshots=[3])
+    storage.store(path, 4, 8, snapshots=[7])
+    historical = storage.keys([path[3]], STATE_GROUP)
+    assert len(historical) == 2
+    assert eventually(lambda: len(storage.on_disk(historical)) == 2 and not storage.resident(historical))
+    assert storage.lookup(path[:5]) == 4
+
+
+def test_tenants_never_see_each_other(start: Callable[..., Storage]) -> None:
+    storage = start()
+    path = chunk_hashes("a", 6)
+    storage.store(path, 0, 6, snapshots=[5], salt="alice")
+    assert storage.lookup(path, salt="alice") == 6
+    assert storage.lookup(path, salt="bob") == 0
+    assert storage.lookup(path) == 0
+
+
+def test_replaced_snapshots_of_an_answer_are_dropped(start: Callable[..., Storage]) -> None:
+    storage = start()
+    path = chunk_hashes("a", 8)
+    storage.store(path, 0, 6, snapshots=[5])
+    storage.store(path, 6, 7, snapshots=[6])
+    storage.store(path, 7, 8, snapshots=[7])
+    from lmcache_histate.backends.layout import Namespace
+
+    storage.keeper.drop_snapshots(Namespace("tiny", 1, ""), [path[6]])
+    replaced = storage.keys([path[6]], STATE_GROUP)
+    assert eventually(lambda: not storage.resident(replaced))
+    assert not eventually(lambda: bool(storage.on_disk(replaced)), seconds=1.5)
+    assert storage.lookup(path) == 8
+    assert storage.lookup(path[:7]) == 6
+
+
+def test_placement_facts_follow_the_model(start: Callable[..., Storage]) -> None:
+    storage = start()
+    facts = storage.keeper.placement_facts("tiny", 1)
+    assert facts.snapshot_tokens == 192
+    assert facts.residence_ratio == 1.0
+    assert kv_bytes() == 64 * 1024
