@@ -73,7 +73,8 @@ class FloorQueue:
 
     def discard(self, node: int) -> None:
         """Take `node` out, if it is in. O(1)."""
-        self.set(node, ABSENT)
+        if self._floor[node] != ABSENT:
+            self.set(node, ABSENT)
 
     def peek(self) -> int | None:
         """The queued node with the lowest floor. O(log n) amortised: one cut serves 1/64 of the queue."""

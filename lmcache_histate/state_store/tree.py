@@ -20,7 +20,11 @@ from lmcache_histate.state_store.frontier import Frontier
 from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
 from lmcache_histate.state_store.residence import ResidenceTime
 
-TIERS = len(Tier)
+# Members by value: calling an enum class costs more than what is done with its result.
+KINDS, TIER_LIST = tuple(Kind), tuple(Tier)
+TIERS = len(TIER_LIST)
+COLUMNS = tuple((kind, tier) for kind in KINDS for tier in TIER_LIST)
+"""(kind, tier) of every column of objects, in their order."""
 NO_NODE = -1
 
 
@@ -186,7 +190,8 @@ class PrefixTree:
             node = above
 
     def _holds(self, node: int) -> bool:
-        return any(column[node] for column in self._mask)
+        a, b, c, d, e, f = self._mask
+        return (a[node] | b[node] | c[node] | d[node] | e[node] | f[node]) != 0
 
     def expire(self, now: float) -> None:
         """Forget chunks that were looked up `pending_s` ago and never stored. O(1) amortised over the look-ups."""
@@ -372,8 +377,12 @@ class PrefixTree:
             return []
         share = self._size[column][node] // mask.bit_count()
         chunk_hash = self.hashes[node]
-        ranks = (rank for rank in range(mask.bit_length()) if mask >> rank & 1)
-        return [CacheObject(chunk_hash, Kind(kind), rank, Tier(tier), share) for rank in ranks]
+        what, where = KINDS[kind], TIER_LIST[tier]
+        if mask == 1:
+            return [CacheObject(chunk_hash, what, 0, where, share)]
+        return [
+            CacheObject(chunk_hash, what, rank, where, share) for rank in range(mask.bit_length()) if mask >> rank & 1
+        ]
 
     def is_whole(self, node: int) -> bool:
         """Whether the KV of the whole prefix is complete. O(1)."""

@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 from lmcache_histate.state_store.frontier import Frontier
 from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
-from lmcache_histate.state_store.tree import NO_NODE, TIERS, PrefixTree
+from lmcache_histate.state_store.tree import COLUMNS, NO_NODE, TIERS, PrefixTree
 
 MANAGED = (Tier.CPU, Tier.DISK)
 """Tiers that are evicted from here; copies further away only make a loss cheaper."""
@@ -171,8 +171,8 @@ class UnitTree(PrefixTree):
             for node in dirty:
                 anchors.add(self._owner(node, tier, passed))
             for node in sorted(anchors):
-                self._measure(node, tier)
-                changed.append((node, tier))
+                if self._measure(node, tier):
+                    changed.append((node, tier))
         return changed
 
     def _owner(self, node: int, tier: int, passed: set[int]) -> int:
@@ -199,8 +199,11 @@ class UnitTree(PrefixTree):
             return UnitKind.SNAPSHOT if self.restorable.marked[node] else UnitKind.ORPHAN
         return UnitKind.NONE
 
-    def _measure(self, node: int, tier: Tier) -> None:
+    def _measure(self, node: int, tier: Tier) -> bool:
+        """Work out the unit at `node`; whether there was or is one."""
         kind = self._classify(node, tier)
+        if kind == UnitKind.NONE and not self.unit_kind[tier][node]:
+            return False
         nbytes, backed = 0, True
         if kind:
             nbytes = self.size(node, Kind.SNAPSHOT, tier)
@@ -214,6 +217,7 @@ class UnitTree(PrefixTree):
         self.unit_kind[tier][node] = kind
         self.unit_bytes[tier][node] = nbytes
         self.unit_backed[tier][node] = backed and kind in (UnitKind.SNAPSHOT, UnitKind.BUNDLE)
+        return True
 
     def _run(self, node: int, tier: Tier, kind: UnitKind) -> Iterator[int]:
         """Chunks whose KV is in the unit anchored at `node`, deepest first."""
@@ -257,7 +261,6 @@ class UnitTree(PrefixTree):
             objects.extend(self.objects(chunk, Kind.KV, tier))
         if kind in (UnitKind.NONE, UnitKind.ORPHAN) or self.unit_backed[tier][node]:
             return Loss(objects, [])
-        taken = set(objects)
         stranded: list[CacheObject] = []
         lost = [chunk for chunk in chunks if self.size(chunk, Kind.KV, tier)]
         lost = [chunk for chunk in lost if not self.complete_outside(chunk, Kind.KV, tier)]
@@ -271,7 +274,10 @@ class UnitTree(PrefixTree):
             above, alone = node, self.restorable.kids[node] == 0
         if alone:
             stranded.extend(self._useless_above(above, skip_first_mark=not lost))
-        return Loss(objects, [obj for obj in stranded if obj not in taken])
+        if stranded:
+            taken = set(objects)
+            stranded = [obj for obj in stranded if obj not in taken]
+        return Loss(objects, stranded)
 
     def _useless_above(self, node: int, skip_first_mark: bool) -> Iterator[CacheObject]:
         """KV of `node` and upwards that served only the branch that goes."""
@@ -283,6 +289,6 @@ class UnitTree(PrefixTree):
             node = self.parent[node]
 
     def _everything(self, node: int) -> Iterator[CacheObject]:
-        for kind in Kind:
-            for tier in Tier:
+        for mask, (kind, tier) in zip(self._mask, COLUMNS, strict=True):
+            if mask[node]:
                 yield from self.objects(node, kind, tier)
