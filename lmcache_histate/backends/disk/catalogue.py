@@ -156,7 +156,9 @@ class Catalogue:
                 # A catalogue that cannot be written for long must not eat the memory; headers still hold the place.
                 return
             self._pending[namespace, file] = row
-            if len(self._pending) == FLUSH_ROWS:  # fewer wait for the thread's next round: waking it would cost the caller
+            if (
+                len(self._pending) == FLUSH_ROWS
+            ):  # fewer wait for the thread's next round: waking it would cost the caller
                 self._wake.notify_all()
 
     def flush(self, timeout: float = 30.0) -> bool:

@@ -19,6 +19,15 @@ class FolderInUseError(RuntimeError):
     """Another server holds the folder in a way that excludes this one."""
 
 
+def same_file(path: Path, fd: int) -> bool:
+    """Whether the file of this name is the one that is open as `fd`."""
+    try:
+        there, held = os.stat(path), os.fstat(fd)
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
+
+
 class FolderLock:
     """Hold a folder alone, or together with other servers that declare it shared.
 
@@ -60,11 +69,7 @@ class FolderLock:
 
     def still_ours(self) -> bool:
         """Whether the lock file under the folder's name is still the one that is held."""
-        try:
-            there, held = os.stat(self._root / LOCK_FILE), os.fstat(self._fd)
-        except OSError:
-            return False
-        return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
+        return same_file(self._root / LOCK_FILE, self._fd)
 
     def release(self) -> None:
         """Give the folder up. Doing so twice is harmless."""
@@ -89,6 +94,8 @@ class Scratch:
 
     def create(self) -> None:
         """Make the folder and its owner file (again, if somebody deleted it)."""
+        if self._fd >= 0 and same_file(self.folder / "owner", self._fd):
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         fd = os.open(self.folder / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         fcntl.flock(fd, fcntl.LOCK_EX)

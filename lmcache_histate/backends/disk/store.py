@@ -77,6 +77,7 @@ class DiskStore:
         config.root.mkdir(parents=True, exist_ok=True)
         self._folder_lock = FolderLock(config.root, config.shared)
         self._heal_lock = threading.Lock()
+        self._closed = False
         with contextlib.ExitStack() as undo:
             undo.callback(self._folder_lock.release)
             scratch = Scratch(config.root)
@@ -288,6 +289,9 @@ class DiskStore:
 
     def close(self) -> None:
         """Write the catalogue and give the folder up. The caller's own stores and loads must have ended."""
+        if self._closed:
+            return
+        self._closed = True
         self._core.catalogue.close()
         self._core.scratch.remove()
         self._core.space.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import random
+import threading
 from pathlib import Path
 
 from lmcache_histate.backends.disk.core import Put
@@ -71,3 +72,20 @@ def bytes_on_disk(root: Path) -> int:
         except FileNotFoundError:
             continue
     return total
+
+
+class SlowIO:
+    """The real I/O, held up between the read and its return, as a slow disk would."""
+
+    def __init__(self, real: object) -> None:
+        self._real = real
+        self.name = "slow"
+        self.reading, self.go_on = threading.Event(), threading.Event()
+
+    def write(self, *args: object) -> None:
+        self._real.write(*args)  # type: ignore[attr-defined]
+
+    def read(self, *args: object) -> tuple[bytes, int]:
+        self.reading.set()
+        assert self.go_on.wait(30)
+        return self._real.read(*args)  # type: ignore[attr-defined, no-any-return]
