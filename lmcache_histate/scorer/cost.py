@@ -46,6 +46,8 @@ class CostModel:
         self._moment: Floats = np.zeros(2)
         self._learn(4096.0, 4096.0**2 / 2, self._prefill(0.0, 4096.0))
         self._learn(4096.0, 131072.0 * 4096.0, self._prefill(129024.0, 133120.0))
+        self._gram *= 0.1
+        self._moment *= 0.1
 
     def _prefill(self, start: Real, end: Real) -> Real:
         return self.linear_ms * (end - start) + self.quadratic_ms * (end * end - start * start) / 2

@@ -47,6 +47,8 @@ class Victim:
         backed: every object a hit needs has a copy elsewhere: deleting loses time, not work.
         objects: what to delete from (or copy out of) `tier`, deepest chunk first. Whole families of ranks.
         stranded: objects in any tier that become useless when `objects` are deleted without a copy; delete them too.
+            Where the path goes on in another tier that is all of its rest, and moving is the better choice: its value is
+            then only a lower bound of what would be lost.
     """
 
     namespace: str

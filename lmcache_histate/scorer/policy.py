@@ -37,7 +37,7 @@ from lmcache_histate.scorer.tuner import TauTuner
 from lmcache_histate.state_store.objects import CacheObject, Tier
 from lmcache_histate.state_store.plain import PlainNamespace, dump_namespace, load_namespace
 from lmcache_histate.state_store.tree import NO_NODE, Namespace
-from lmcache_histate.state_store.units import UnitTree
+from lmcache_histate.state_store.units import MANAGED, UnitTree
 
 MIN_EVENTS_TO_PUBLISH = 256
 
@@ -49,6 +49,31 @@ class Lookup(NamedTuple):
     """Longest prefix whose KV is complete in all ranks."""
     resume_tokens: int
     """Last snapshot inside it: what a request can really skip. 0 if none."""
+
+
+class PolicyStats(NamedTuple):
+    """Where the policy stands."""
+
+    chunks: int
+    """Chunks known."""
+    paths: int
+    """Paths that can be resumed from."""
+    tier_bytes: tuple[int, ...]
+    """Bytes per tier (CPU, DISK, REMOTE)."""
+    units: tuple[int, ...]
+    """Units that can be evicted, per managed tier (CPU, DISK), as of the last question."""
+    tau: float
+    """The live tau in seconds."""
+    end_probability: float
+    """Learned probability that a hit is at a path's end."""
+    kv_residence_s: float | None
+    """T_KV in seconds, None before anything left."""
+    snapshot_residence_s: float | None
+    """T_state in seconds."""
+    sampling_rate: float | None
+    """Share of the sessions that the tuner replays; None without a tuner."""
+    recomputed_by_tau: dict[float, float]
+    """Recent recomputed work of each candidate tau, token equivalents of sampled turns."""
 
 
 class PlainPolicy(TypedDict):
@@ -296,6 +321,22 @@ class CachePolicy:
         self.reach.rebuild()
         self.order.reprice(tau)
 
+    def stats(self, now: float) -> PolicyStats:
+        """Figures for metrics and reports. O(1)."""
+        tree = self.tree
+        return PolicyStats(
+            chunks=len(tree),
+            paths=len(self.reach.records),
+            tier_bytes=tuple(tree.tier_bytes),
+            units=tuple(self.order.queued(tier) for tier in MANAGED),
+            tau=self.tau,
+            end_probability=self.access.observed_end_probability,
+            kv_residence_s=tree.kv_residence.mean(now),
+            snapshot_residence_s=tree.snapshot_residence.mean(now),
+            sampling_rate=self.tuner.rate if self.tuner is not None else None,
+            recomputed_by_tau=self.tuner.work if self.tuner is not None else {},
+        )
+
     # -- plain data -----------------------------------------------------------------------------------------------
 
     def dump(self) -> PlainPolicy:
@@ -305,10 +346,10 @@ class CachePolicy:
             version=PLAIN_VERSION,
             tau=self.tau,
             namespaces=[dump_namespace(tree, space) for space in tree.namespaces],
-            paths=[
+            paths=sorted(
                 (tree.namespaces[tree.space[node]].name, tree.hashes[node], rec.end, rec.hits, rec.end_hits)
                 for node, rec in self.reach.records.items()
-            ],
+            ),
             access=self.access.dump(),
             cost=self.cost.dump(),
             kv_residence=self.tree.kv_residence.dump(),

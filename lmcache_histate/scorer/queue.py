@@ -24,7 +24,7 @@ FRONT_SHARE = 64
 class FloorQueue:
     """Priority queue over node ids by a floor of their value.
 
-    Entries of equal floor come by id, so the order is deterministic.
+    Equal calls give equal answers; the order among entries of equal floor is arbitrary otherwise.
     """
 
     __slots__ = ("_floor", "_front", "_horizon", "_present")
@@ -97,7 +97,8 @@ class FloorQueue:
         floors = np.frombuffer(self._floor, dtype=np.float64)
         want = self._share()
         horizon = LARGEST if want >= self._present else float(np.partition(floors, want - 1)[want - 1])
-        nodes = np.flatnonzero(floors <= horizon)
+        # However many entries share the highest floor, a cut has a bounded number of them; the next one takes more.
+        nodes = np.concatenate((np.flatnonzero(floors < horizon), np.flatnonzero(floors == horizon)[:want]))
         values = floors[nodes]
         order = np.argsort(values, kind="stable")
         self._front = list(zip(values[order].tolist(), nodes[order].tolist(), strict=True))

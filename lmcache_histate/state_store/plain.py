@@ -32,16 +32,19 @@ class PlainNamespace(TypedDict):
 
 def dump_namespace(tree: PrefixTree, space: Namespace) -> PlainNamespace:
     """All chunks of one namespace that hold something or lead to something. O(chunks + objects)."""
-    tops = [node for node in space.nodes.values() if tree.parent[node] == NO_NODE]
     number: dict[int, int] = {space.root: ROOT}
     order: list[int] = []
     parents: list[int] = []
-    for top in [*tree.children(space.root), *tops]:
-        for node in tree.subtree(top):
-            number[node] = len(order)
-            order.append(node)
-            above = tree.parent[node]
-            parents.append(DETACHED if above == NO_NODE else number[above])
+    # Depth first, older siblings first: chains stay together, and loading makes siblings in the order they had.
+    todo = [node for node in space.nodes.values() if tree.parent[node] == NO_NODE][::-1]
+    todo.extend(tree.children(space.root))
+    while todo:
+        node = todo.pop()
+        number[node] = len(order)
+        order.append(node)
+        above = tree.parent[node]
+        parents.append(DETACHED if above == NO_NODE else number[above])
+        todo.extend(tree.children(node))
     geometry = space.geometry
     return PlainNamespace(
         name=space.name,

@@ -37,6 +37,10 @@ class UnitKind(IntEnum):
     ORPHAN = 3
 
 
+# Reading a member off an enum class costs more than the comparisons it is read for.
+NONE, SNAPSHOT, BUNDLE, ORPHAN = UnitKind
+
+
 class Loss(NamedTuple):
     """What a unit consists of, and what would be useless without it."""
 
@@ -81,6 +85,7 @@ class UnitTree(PrefixTree):
         self.unit_bytes = [array("Q") for _ in MANAGED]
         self.watcher: RestorableWatcher | None = None
         self._dirty: set[int] = set()
+        self._held = [False for _ in MANAGED]
 
     # -- hooks of the tree ----------------------------------------------------------------------------------------
 
@@ -166,6 +171,9 @@ class UnitTree(PrefixTree):
         changed = []
         dirty, self._dirty = self._dirty, set()
         for tier in MANAGED:
+            held, self._held[tier] = self._held[tier], self.tier_bytes[tier] > 0
+            if not held and not self._held[tier]:
+                continue
             anchors = set(dirty)
             passed: set[int] = set()
             for node in dirty:
@@ -191,37 +199,36 @@ class UnitTree(PrefixTree):
         return self._whole[node] != 0 and self.restorable.alive(node)
 
     def _classify(self, node: int, tier: Tier) -> UnitKind:
-        if not self.hashes[node]:
-            return UnitKind.NONE
-        if self.kv_in_tier[tier].is_end(node):
-            return UnitKind.BUNDLE if self.useful(node) else UnitKind.ORPHAN
-        if self._mask[Kind.SNAPSHOT * TIERS + tier][node]:
-            return UnitKind.SNAPSHOT if self.restorable.marked[node] else UnitKind.ORPHAN
-        return UnitKind.NONE
+        frontier = self.kv_in_tier[tier]
+        if frontier.marked[node] and not frontier.kids[node]:
+            return BUNDLE if self.useful(node) else ORPHAN
+        if self._mask[TIERS + tier][node]:  # Columns of snapshots come after those of KV.
+            return SNAPSHOT if self.restorable.marked[node] else ORPHAN
+        return NONE
 
     def _measure(self, node: int, tier: Tier) -> bool:
         """Work out the unit at `node`; whether there was or is one."""
         kind = self._classify(node, tier)
-        if kind == UnitKind.NONE and not self.unit_kind[tier][node]:
+        if kind is NONE and not self.unit_kind[tier][node]:
             return False
-        nbytes, backed = 0, True
+        nbytes, backed = 0, kind is SNAPSHOT or kind is BUNDLE
         if kind:
-            nbytes = self.size(node, Kind.SNAPSHOT, tier)
+            nbytes = self._size[TIERS + tier][node]
             if nbytes and self.restorable.marked[node]:
                 backed = self.complete_outside(node, Kind.SNAPSHOT, tier)
-        if kind in (UnitKind.BUNDLE, UnitKind.ORPHAN):
+        if kind is BUNDLE or kind is ORPHAN:
             for chunk in self._run(node, tier, kind):
                 own = self.size(chunk, Kind.KV, tier)
                 nbytes += own
                 backed = backed and (not own or self.complete_outside(chunk, Kind.KV, tier))
         self.unit_kind[tier][node] = kind
         self.unit_bytes[tier][node] = nbytes
-        self.unit_backed[tier][node] = backed and kind in (UnitKind.SNAPSHOT, UnitKind.BUNDLE)
+        self.unit_backed[tier][node] = backed and kind is not ORPHAN
         return True
 
     def _run(self, node: int, tier: Tier, kind: UnitKind) -> Iterator[int]:
         """Chunks whose KV is in the unit anchored at `node`, deepest first."""
-        if kind == UnitKind.ORPHAN:
+        if kind is ORPHAN:
             if self.kv_in_tier[tier].is_end(node):
                 yield node
             return
@@ -255,11 +262,11 @@ class UnitTree(PrefixTree):
     def loss(self, node: int, tier: Tier) -> Loss:
         """The objects of the unit anchored at `node`, and what they would strand. O(what is listed + one stretch)."""
         kind = UnitKind(self.unit_kind[tier][node])
-        chunks = list(self._run(node, tier, kind)) if kind in (UnitKind.BUNDLE, UnitKind.ORPHAN) else []
+        chunks = list(self._run(node, tier, kind)) if kind is BUNDLE or kind is ORPHAN else []
         objects = self.objects(node, Kind.SNAPSHOT, tier)
         for chunk in chunks:
             objects.extend(self.objects(chunk, Kind.KV, tier))
-        if kind in (UnitKind.NONE, UnitKind.ORPHAN) or self.unit_backed[tier][node]:
+        if kind is NONE or kind is ORPHAN or self.unit_backed[tier][node]:
             return Loss(objects, [])
         stranded: list[CacheObject] = []
         lost = [chunk for chunk in chunks if self.size(chunk, Kind.KV, tier)]

@@ -247,8 +247,8 @@ def split_key(obj: CacheObject) -> tuple[bytes, Kind, int, Tier]:
 
 TestCore = CoreMachine.TestCase
 TestCore.settings = settings(
-    max_examples=1500 if LONG else 60,
-    stateful_step_count=80 if LONG else 40,
+    max_examples=1500 if LONG else 150,
+    stateful_step_count=80 if LONG else 50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=not LONG,

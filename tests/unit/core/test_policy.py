@@ -286,7 +286,8 @@ def test_snapshots_that_stay_longer_than_kv_are_placed_closer():
         now += 1.0
         policy.tree.kv_residence.arrived(now)
         policy.tree.snapshot_residence.arrived(now)
-        policy.tree.kv_residence.left(now)
+        if i > 5:
+            policy.tree.kv_residence.left(now)
         if i > 100:
             policy.tree.snapshot_residence.left(now)
     assert policy.residence_ratio(now) < 1.0

@@ -1,0 +1,191 @@
+"""The eviction queue against a sorted list, and the tuner against shadows whose work is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_histate.geometry import CacheGeometry
+from lmcache_histate.scorer.policy import CachePolicy
+from lmcache_histate.scorer.queue import ABSENT, MIN_FRONT, FloorQueue
+from lmcache_histate.scorer.settings import PolicySettings
+from lmcache_histate.scorer.tuner import CHECK_TURNS, TauTuner
+from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
+
+NODES = 400
+values = st.one_of(st.integers(0, 5).map(float), st.floats(0, 100))
+steps = st.lists(
+    st.tuples(st.sampled_from(["set", "lower", "discard", "pop", "pop"]), st.integers(0, NODES - 1), values)
+)
+
+
+@given(first=st.dictionaries(st.integers(0, NODES - 1), values, max_size=NODES), then=steps)
+def test_the_queue_gives_the_lowest_floor(first, then):
+    queue, model = FloorQueue(), dict(first)
+    queue.grow(NODES)
+    for node, value in first.items():
+        queue.set(node, value)
+    for action, node, value in then:
+        if action == "set":
+            queue.set(node, value)
+            model[node] = value
+        elif action == "lower":
+            queue.lower(node, value)
+            model[node] = min(value, model.get(node, ABSENT))
+        elif action == "discard":
+            queue.discard(node)
+            model.pop(node, None)
+        else:
+            found = queue.peek()
+            assert (found is None) == (not model)
+            if found is not None:
+                assert model.pop(found) == min([*model.values(), queue.floor(found)])
+                queue.discard(found)
+        assert len(queue) == len(model)
+
+
+def test_many_equal_floors_come_in_bounded_cuts():
+    queue = FloorQueue()
+    queue.grow(100_000)
+    queue.replace_all(np.full(100_000, 7.0))
+    for _ in range(5000):
+        node = queue.peek()
+        queue.discard(node)
+        assert len(queue._front) <= 2 * max(MIN_FRONT, 100_000 // 64)
+    assert len(queue) == 95_000
+
+
+def test_new_floors_for_everything():
+    queue = FloorQueue()
+    queue.grow(3)
+    queue.set(0, 5.0)
+    queue.replace_all(np.array([ABSENT, 2.0, 1.0]))
+    assert (len(queue), queue.peek(), queue.floor(0)) == (2, 2, ABSENT)
+
+
+class KnownShadow:
+    """A shadow whose work a turn is given by its tau."""
+
+    def __init__(self, tau: float, work: dict[float, float]) -> None:
+        self.tau, self.work, self.turns, self.chunks = tau, work, 0, 0
+        self.capacity = 0.0
+
+    def add_namespace(self, name, geometry):
+        pass
+
+    def turn(self, namespace, hashes, tokens, capacity, now):
+        self.turns += 1
+        self.capacity = capacity
+        return self.work.get(self.tau, 100.0)
+
+
+def tuner_of(
+    work: dict[float, float], live: float = 600.0, max_chunks: int = 100
+) -> tuple[TauTuner, list[KnownShadow]]:
+    made: list[KnownShadow] = []
+
+    def shadow(tau: float) -> KnownShadow:
+        made.append(KnownShadow(tau, work))
+        return made[-1]
+
+    return TauTuner([0.0, 60.0, 600.0], live, shadow, max_chunks), made
+
+
+def run(tuner: TauTuner, turns: int) -> list[float]:
+    changes = (tuner.turn(i % 256, "m", [b"a"], 10, 1000.0, float(i)) for i in range(turns))
+    return [tau for tau in changes if tau is not None]
+
+
+def test_the_live_tau_follows_the_best_and_then_stays():
+    tuner, _ = tuner_of({0.0: 80.0, 60.0: 50.0, 600.0: 100.0})
+    assert run(tuner, CHECK_TURNS * 10) == [60.0]
+    assert tuner.live == 60.0
+
+
+def test_plain_lru_wins_where_it_is_best():
+    tuner, _ = tuner_of({0.0: 10.0})
+    run(tuner, CHECK_TURNS * 4)
+    assert tuner.live == 0.0
+
+
+def test_differences_within_the_margin_change_nothing():
+    tuner, _ = tuner_of({60.0: 99.5})
+    assert run(tuner, CHECK_TURNS * 20) == []
+
+
+def test_one_lucky_turn_changes_nothing():
+    work = {60.0: 0.0}
+    tuner, _ = tuner_of(work)
+    tuner.turn(0, "m", [b"a"], 10, 1.0, 0.0)
+    work[60.0] = 100.0
+    assert run(tuner, CHECK_TURNS - 1) == []
+
+
+def test_sampling_gets_sparser_when_a_shadow_is_full():
+    tuner, shadows = tuner_of({})
+    run(tuner, 256)
+    assert tuner.rate == 1.0
+    shadows[0].chunks = 101
+    tuner.turn(0, "m", [b"a"], 10, 1000.0, 0.0)
+    shadows[0].chunks = 0
+    assert tuner.rate == 0.5
+    before = shadows[0].turns
+    run(tuner, 256)
+    assert shadows[0].turns - before == 128
+    assert shadows[0].capacity == 500.0
+
+
+def drive(policy: CachePolicy, capacity: int) -> int:
+    """Sessions used in bursts, one after the other, over a background of one-off prompts; returns tokens recomputed."""
+    recomputed, now = 0, 0.0
+    lengths = dict.fromkeys(range(12), 8)
+    for turn in range(600):
+        now += 10.0
+        if turn % 3 == 0:
+            path = [b"once%d-%d" % (turn, i) for i in range(10)]
+        else:
+            session = (turn // 60 + turn % 2) % 12
+            lengths[session] = lengths[session] % 40 + 2
+            path = [b"s%d-%d" % (session, i) for i in range(lengths[session])]
+        found = policy.lookup("m", path, now)
+        if found.kv_tokens:
+            policy.hit("m", path, found.kv_tokens, found.resume_tokens, now)
+        recomputed += len(path) * 100 - found.resume_tokens
+        policy.stored("m", [CacheObject(h, Kind.KV, 0, Tier.CPU, 1000) for h in path], now)
+        places = policy.place("m", found.resume_tokens, len(path) * 100, now)
+        policy.stored("m", [CacheObject(path[p // 100 - 1], Kind.SNAPSHOT, 0, Tier.CPU, 3000) for p in places], now)
+        policy.end_turn("m", path, len(path) * 100, now)
+        while policy.tree.tier_bytes[Tier.CPU] > capacity:
+            victim = policy.next_victim(Tier.CPU, now)
+            assert victim is not None
+            policy.discard(victim, now)
+    return recomputed
+
+
+def test_the_tuned_policy_is_close_to_the_best_fixed_one():
+    capacity = 300_000
+
+    def recomputed(tau) -> int:
+        choice = PolicySettings(tau=tau, taus=(0.0, 60.0, 600.0), interval=400)
+        policy = CachePolicy(choice, capacities={Tier.CPU: capacity})
+        policy.add_namespace("m", CacheGeometry(100, 10, 3000))
+        work = drive(policy, capacity)
+        if tau == "auto":
+            stats = policy.stats(6000.0)
+            assert stats.tau in (0.0, 60.0, 600.0)
+            assert stats.sampling_rate == 1.0
+            assert set(stats.recomputed_by_tau) == {0.0, 60.0, 600.0}
+            assert stats.tier_bytes[Tier.CPU] <= capacity
+        return work
+
+    fixed = {tau: recomputed(tau) for tau in (0.0, 60.0, 600.0)}
+    assert recomputed("auto") <= 1.03 * min(fixed.values())
+
+
+@pytest.mark.parametrize("capacities", [None, {}])
+def test_without_capacities_tau_stays_where_it_starts(capacities):
+    policy = CachePolicy(PolicySettings(), capacities)
+    assert policy.tuner is None
+    assert policy.tau == 600.0
