@@ -121,6 +121,7 @@ class CachePolicy:
         self._spaces: dict[str, Namespace] = {}
         self._stop_ms: float | None = None
         self._events = 0
+        self._publish_chunks = 0
         self.tuner: TauTuner | None = None
         if self.settings.eviction == "cost" and self.settings.tau == "auto" and self.capacities:
             self.tuner = TauTuner(self.settings.taus, self.order.tau, self._shadow, self.settings.shadow_chunks)
@@ -307,18 +308,19 @@ class CachePolicy:
     def _count_event(self) -> None:
         """Let what was learned go live once the events since the last time have paid for re-pricing everything."""
         self._events += 1
-        if self._events * 4 >= max(4 * MIN_EVENTS_TO_PUBLISH, len(self.tree)):
+        if self._events * 4 >= max(4 * MIN_EVENTS_TO_PUBLISH, len(self.tree), self._publish_chunks):
             self.publish()
 
     def publish(self, tau: float | None = None) -> None:
-        """Make what was learned (end hits, distances, prices) the live model and re-price every unit. O(n).
+        """Make what was learned (end hits, distances, prices) the live model and re-price every unit.
 
-        Called by itself once in max(256, n / 4) events, so that an event's share is O(1).
+        O(n + sum of path lengths). Called by itself once in a quarter as many events (and at least 256), so that an
+        event's share is O(1).
         """
         self._events = 0
         self.access.publish()
         self.cost.publish()
-        self.reach.rebuild()
+        self._publish_chunks = self.reach.rebuild()
         self.order.reprice(tau)
 
     def stats(self, now: float) -> PolicyStats:

@@ -149,23 +149,28 @@ class PathReach:
             self._add(end, former, -1.0)
             self._add(end, record, 1.0)
 
-    def rebuild(self) -> None:
-        """Work everything out anew from the records, with the access model as it is now. O(sum of path lengths)."""
+    def rebuild(self) -> int:
+        """Work everything out anew from the records, with the access model as it is now.
+
+        O(sum of path lengths); returns that sum, in chunks.
+        """
         self._grown.clear()
         self.reach = array("d", bytes(8 * self._tree.capacity))
         self.passed = array("d", bytes(8 * self._tree.capacity))
+        chunks = 0
         for end, record in self.records.items():
-            self._add(end, record, 1.0)
+            chunks += self._add(end, record, 1.0)
         self.stale_paths.clear()
+        return chunks
 
-    def _add(self, node: int, record: PathRecord, sign: float) -> None:
-        """Add (or take away) the path's reach on all nodes from the root to `node`."""
+    def _add(self, node: int, record: PathRecord, sign: float) -> int:
+        """Add (or take away) the path's reach on all nodes from the root to `node`; returns their number."""
         if node == NO_NODE:
-            return
+            return 0
         tree = self._tree
         nodes: Ints = np.array(tree.path(node), dtype=np.int64)
         if not len(nodes):
-            return
+            return 0
         positions = np.frombuffer(tree.position, dtype=np.int32)[nodes].astype(np.float64)
         change = sign * self._model.reach(record, positions)
         np.frombuffer(self.reach, dtype=np.float64)[nodes] += change
@@ -173,3 +178,4 @@ class PathReach:
         points = nodes[marked]
         np.frombuffer(self.passed, dtype=np.float64)[points[:-1]] += change[marked][1:]
         self.stale_paths.add(node)
+        return len(nodes)

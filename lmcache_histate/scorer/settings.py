@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-TAUS = (0.0, 60.0, 200.0, 600.0, 2000.0, 6000.0)
+TAUS = (0.0, 60.0, 600.0, 3600.0)
 """Values of tau in seconds that `tau="auto"` chooses from; 0 is plain LRU over units."""
 
 

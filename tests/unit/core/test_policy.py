@@ -47,7 +47,7 @@ def evict(policy, tier=Tier.CPU, now=2.0):
 # -- the paper's Figure 7 ---------------------------------------------------------------------------------------------
 
 
-def figure_7(**choices) -> CachePolicy:
+def figure_7(hit: bool = True, **choices) -> CachePolicy:
     """B holds S1 after a long prefix, S2 a short gap later and S3 at its end; C holds only S6. B was used last."""
     policy = make(tau=1000.0, **choices)
     b, c = path("b", 80), path("c", 40)
@@ -58,13 +58,26 @@ def figure_7(**choices) -> CachePolicy:
     serve(policy, c, [40], now=3.0, state_tier=Tier.DISK)
     put(policy, [b[79]], Kind.SNAPSHOT, Tier.DISK, 4.0)
     policy.end_turn("m", b, 8000, 4.0)
-    policy.hit("m", b, 8000, 8000, 5.0)
+    if hit:
+        policy.hit("m", b, 8000, 8000, 5.0)
+    policy.order.settle()
     return policy
 
 
 def first_to_go(policy) -> bytes:
     (snapshot,) = policy.next_victim(Tier.DISK, 6.0).objects
     return snapshot.chunk_hash
+
+
+def test_figure_7_values():
+    """The table of docs/model.md: tau * C / M of S1, S2, S3 and S6, before the hit."""
+    policy = figure_7(hit=False)
+    known = policy.tree.namespaces[0].nodes
+    terms = []
+    for chunk in (b"b39", b"b43", b"b79", b"c39"):
+        node = known[chunk]
+        terms.append(policy.order.value(node, Tier.DISK) - policy.tree.last_access[node])
+    assert terms == pytest.approx([200, 180, 3600, 4000])
 
 
 def test_figure_7_lru_drops_s1():
