@@ -2,10 +2,11 @@
 
     python benchmarks/disk.py FOLDER [--rounds 15] [--objects 100000] [--skip-recovery]
 
-Every contender moves one object at a time through LMCache's adapter interface (submit, wait for the event fd, collect), from and to
-page-aligned buffers of an LMCache allocator; `raw` is one O_DIRECT `pwrite` and `fdatasync` to a new file, or one O_DIRECT `pread`.
-Contenders take turns within each round; the table shows medians. The page cache is dropped for LMCache's `fs` before it reads, as
-a cache tier's reads are cold by nature. LMCache's tiers do not synchronise anything: what they store may be lost with the power.
+Every contender moves one object at a time through LMCache's adapter interface (submit, wait for the event fd,
+collect), from and to page-aligned buffers of an LMCache allocator; `raw` is one O_DIRECT `pwrite` and `fdatasync` to
+a new file, or one O_DIRECT `pread`. Contenders take turns within each round; the table shows medians. The page cache
+is dropped for LMCache's `fs` before it reads, as a cache tier's reads are cold by nature. LMCache's tiers do not
+synchronise anything: what they store may be lost with the power.
 """
 
 from __future__ import annotations

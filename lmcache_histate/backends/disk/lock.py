@@ -124,7 +124,7 @@ def sweep_scratch(root: Path) -> tuple[set[int], int]:
     dead: set[int] = set()
     files = 0
     for folder in sorted((root / "tmp").glob("*")):
-        if not _is_dead(folder):
+        if not scratch_is_dead(folder):
             continue
         left = [p for p in folder.iterdir() if p.name != "owner"] if folder.is_dir() else []
         with contextlib.suppress(ValueError):
@@ -134,7 +134,8 @@ def sweep_scratch(root: Path) -> tuple[set[int], int]:
     return dead, files
 
 
-def _is_dead(folder: Path) -> bool:
+def scratch_is_dead(folder: Path) -> bool:
+    """Whether a temporary folder belongs to no living process."""
     try:
         fd = os.open(folder / "owner", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
