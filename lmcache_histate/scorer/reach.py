@@ -107,7 +107,7 @@ class PathReach:
             return
         if before != NO_NODE:
             self.passed[before] -= share
-        self._add(above, record, -1.0)
+        self._count(above, lost=record)
 
     # -- told by the policy ---------------------------------------------------------------------------------------
 
@@ -136,8 +136,8 @@ class PathReach:
         grown, self._grown = self._grown, {}
         for end, counted in grown.items():
             if counted is not None:
-                self._add(counted[0], counted[1], -1.0)
-            self._add(end, self.records[end], 1.0)
+                self._count(counted[0], lost=counted[1])
+            self._count(end, self.records[end])
 
     def update(self, end: int, change: Callable[[PathRecord], None]) -> None:
         """Apply `change` to the record of the path that ends at `end`, and to the reaches along it. O(path)."""
@@ -146,8 +146,7 @@ class PathReach:
         former = replace(record)
         change(record)
         if record != former:
-            self._add(end, former, -1.0)
-            self._add(end, record, 1.0)
+            self._count(end, record, former)
 
     def rebuild(self) -> int:
         """Work everything out anew from the records, with the access model as it is now.
@@ -159,12 +158,12 @@ class PathReach:
         self.passed = array("d", bytes(8 * self._tree.capacity))
         chunks = 0
         for end, record in self.records.items():
-            chunks += self._add(end, record, 1.0)
+            chunks += self._count(end, record)
         self.stale_paths.clear()
         return chunks
 
-    def _add(self, node: int, record: PathRecord, sign: float) -> int:
-        """Add (or take away) the path's reach on all nodes from the root to `node`; returns their number."""
+    def _count(self, node: int, gained: PathRecord | None = None, lost: PathRecord | None = None) -> int:
+        """Add one path's reach to all nodes from the root to `node`, take another's away; returns their number."""
         if node == NO_NODE:
             return 0
         tree = self._tree
@@ -172,7 +171,11 @@ class PathReach:
         if not len(nodes):
             return 0
         positions = np.frombuffer(tree.position, dtype=np.int32)[nodes].astype(np.float64)
-        change = sign * self._model.reach(record, positions)
+        change: Floats = np.zeros(len(nodes))
+        if gained is not None:
+            change += self._model.reach(gained, positions)
+        if lost is not None:
+            change -= self._model.reach(lost, positions)
         np.frombuffer(self.reach, dtype=np.float64)[nodes] += change
         marked = np.frombuffer(tree.restorable.marked, dtype=np.uint8)[nodes] != 0
         points = nodes[marked]
