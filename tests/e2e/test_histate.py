@@ -1,0 +1,253 @@
+"""HiState inside a real vLLM, with the real LMCache server that it starts: hits, outputs, restarts, faults."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import yaml
+
+from lmcache_histate.replay.engine import Completion, EngineProcess, EngineSettings
+from lmcache_histate.replay.outcome import LOGPROB_TOLERANCE, output_difference
+from lmcache_histate.replay.processes import ProcessScope, StartError, free_ports, http_json, wait_until_healthy
+from lmcache_histate.replay.tiny_model import BLOCK_TOKENS
+
+pytestmark = pytest.mark.engine
+
+STOCK = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}
+"""What an existing deployment has; LMCACHE_CONFIG alone makes it HiState."""
+
+LOGPROBS = 5
+"""Most likely tokens compared at each position."""
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    """Wait for what the server does on its own."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return condition()
+
+
+class Cache:
+    """One HiState configuration: its file, its server's HTTP port."""
+
+    def __init__(self, folder: Path, **histate: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.port, self.http_port = free_ports(2)
+        self.file = folder / "cache.yaml"
+        self.file.write_text(
+            yaml.safe_dump(
+                {
+                    "max_local_cpu_size": "1GiB",
+                    "local_disk": str(folder / "disk"),
+                    "max_local_disk_size": "1GiB",
+                    "server_url": f"tcp://localhost:{self.port}",
+                    "http_port": self.http_port,
+                    "histate": histate,
+                }
+            )
+        )
+
+    def engine(self, settings: EngineSettings) -> EngineSettings:
+        """An engine that names stock LMCache's connector and gets HiState by environment alone."""
+        return replace(
+            settings, kv_transfer=STOCK, environment={**settings.environment, "LMCACHE_CONFIG": str(self.file)}
+        )
+
+    def status(self) -> dict[str, Any]:
+        """HiState's part of the server's status."""
+        return find_histate(http_json(f"http://localhost:{self.http_port}/status"))
+
+    def clear(self) -> None:
+        """Empty every tier."""
+        http_json(f"http://localhost:{self.http_port}/cache/clear", body={})
+
+
+def find_histate(value: Any) -> dict[str, Any]:
+    """The ``histate`` object anywhere in LMCache's nested status."""
+    if isinstance(value, dict):
+        if isinstance(value.get("histate"), dict):
+            return value["histate"]
+        value = list(value.values())
+    for item in value if isinstance(value, list) else []:
+        if found := find_histate(item):
+            return found
+    return {}
+
+
+def generate(engine: EngineProcess, prompt: list[int], count: int = 8) -> Completion:
+    """One request alone; vLLM's own prefix cache is emptied first, so that hits are the connector's."""
+    assert eventually(engine.reset_prefix_cache, 10.0)
+    return engine.generate([prompt], count, logprobs=LOGPROBS)[0]
+
+
+@pytest.fixture(scope="module")
+def reference(
+    engine_settings: EngineSettings, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[list[int], Completion], None]]:
+    """Judges outputs by a vLLM without any cache, in one engine run at the end of the module.
+
+    Steps end elsewhere there, so the log-probabilities must agree within what rounding explains (`LOGPROB_TOLERANCE`).
+    """
+    wanted: list[tuple[list[int], Completion]] = []
+    yield lambda prompt, completion: wanted.append((prompt, completion))
+    cold = replace(engine_settings, arguments={"enable_prefix_caching": False})
+    with harness.engine(tmp_path_factory.mktemp("reference"), cold) as engine:
+        right = [engine.generate([prompt], len(given.tokens), logprobs=LOGPROBS)[0] for prompt, given in wanted]
+    differences = [output_difference(given, other) for (_, given), other in zip(wanted, right, strict=True)]
+    assert max(differences) <= LOGPROB_TOLERANCE, [round(difference, 3) for difference in differences]
+
+
+INTERVAL = 256
+
+
+@pytest.fixture(scope="module")
+def fixed(tmp_path_factory: pytest.TempPathFactory) -> Cache:
+    """A cache with a snapshot every 256 tokens."""
+    return Cache(tmp_path_factory.mktemp("fixed"), interval=INTERVAL)
+
+
+def test_rewinds_hit_the_nearest_stop_and_the_disk_serves_a_new_engine(
+    fixed: Cache, engine_settings: EngineSettings, reference: Callable[..., Any]
+) -> None:
+    base = harness.tokens(3000, seed=1)
+    final = (len(base) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    with harness.engine(fixed.folder / "first", fixed.engine(engine_settings)) as engine:
+        first = generate(engine, base)
+        assert first.cached_tokens == 0
+        reference(base, first)
+        again = generate(engine, base)
+        assert again.cached_tokens == final
+        assert again.tokens == first.tokens
+        # Historical snapshots move to disk and leave CPU memory; the hits below come from there.
+        stops = len(range(INTERVAL, final, INTERVAL))
+        assert eventually(lambda: fixed.status()["demoted_snapshots"] >= stops), fixed.status()
+        for position in (2900, 2560, 2559, 1500, 700, 255):
+            edited = base[:position] + harness.tokens(200, seed=position)
+            answer = generate(engine, edited)
+            assert answer.cached_tokens == position // INTERVAL * INTERVAL, position
+            reference(edited, answer)
+        # An answer is part of its turn: the next prompt resumes after its last whole block.
+        long = generate(engine, base, count=3 * BLOCK_TOKENS)
+        append = base + list(long.tokens) + harness.tokens(30, seed=2)
+        follow = generate(engine, append)
+        assert follow.cached_tokens == (len(base) + 3 * BLOCK_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        reference(append, follow)
+        assert eventually(lambda: fixed.status()["dropped_snapshots"] >= 1), "decode states in between are not kept"
+        # Two requests that share a prefix, in one step.
+        assert engine.reset_prefix_cache()
+        shared = harness.tokens(1000, seed=3)
+        pair = [shared + harness.tokens(150, seed=4), shared + harness.tokens(150, seed=5)]
+        for prompt, completion in zip(pair, engine.generate(pair, 8, logprobs=LOGPROBS), strict=True):
+            reference(prompt, completion)
+        for prompt in pair:
+            assert generate(engine, prompt).cached_tokens == (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        assert fixed.status()["errors"] == 0
+
+
+def test_preemption_in_the_middle_of_a_plan_changes_no_output(
+    tmp_path: Path, engine_settings: EngineSettings, reference: Callable[..., Any]
+) -> None:
+    cache = Cache(tmp_path / "cache", interval=192)
+    # Four requests want about 20 blocks of KV each, and some for their states: one of them must give way.
+    tight = replace(engine_settings, blocks=90, max_step_tokens=512, max_model_len=4096)
+    prompts = [harness.tokens(1100 + 64 * number, seed=10 + number) for number in range(4)]
+    with harness.engine(tmp_path, cache.engine(tight)) as engine:
+        completions = engine.generate(prompts, 150, logprobs=LOGPROBS)
+        assert "<preempted>" in (tmp_path / "engine.log").read_text()
+        for prompt, completion in zip(prompts, completions, strict=True):
+            reference(prompt, completion)
+            replay = generate(engine, prompt, 150)
+            assert output_difference(replay, completion) <= LOGPROB_TOLERANCE
+            assert replay.cached_tokens > 0
+        assert cache.status()["errors"] == 0
+
+
+def test_requests_go_on_while_the_server_dies_and_comes_back(
+    tmp_path: Path, engine_settings: EngineSettings, reference: Callable[..., Any]
+) -> None:
+    cache = Cache(tmp_path / "cache", interval=INTERVAL, autostart=False, write_through=True)
+    command = [*("histate", "server", "-c", str(cache.file)), *("--chunk-size", str(BLOCK_TOKENS))]
+    address = f"http://localhost:{cache.http_port}/healthcheck"
+    settings = cache.engine(engine_settings)
+    settings = replace(
+        settings,
+        kv_transfer={
+            **STOCK,
+            "kv_connector_extra_config": {"lmcache.mp.heartbeat_interval": 0.5, "lmcache.mp.mq_timeout": 5.0},
+        },
+    )
+    prompts = [harness.tokens(1500, seed=20 + number) for number in range(3)]
+    with ProcessScope() as scope:
+        log = tmp_path / "server.log"
+        server = scope.start(command, log)
+        wait_until_healthy(server, address, log)
+        with harness.engine(tmp_path / "engine", settings) as engine:
+            before = [generate(engine, prompt) for prompt in prompts]
+            for prompt, completion in zip(prompts, before, strict=True):
+                reference(prompt, completion)
+            assert generate(engine, prompts[0]).cached_tokens > 0
+            assert eventually(lambda: cache.status()["disk_bytes"] > 0)
+            time.sleep(2.0)  # write-through is behind by what the disk has in hand
+            names = [engine.submit(prompt, 60) for prompt in prompts]
+            time.sleep(0.3)
+            server.send_signal(signal.SIGKILL)
+            server.wait()
+            done = dict(engine.next_completion() for _ in names)
+            assert [done[name].tokens[:8] for name in names] == [completion.tokens for completion in before]
+            without = generate(engine, prompts[1])
+            assert (without.cached_tokens, without.tokens) == (0, before[1].tokens)
+            server = scope.start(command, log)
+            wait_until_healthy(server, address, log)
+
+            def hits_again() -> bool:
+                time.sleep(1.0)
+                answer = generate(engine, prompts[2])
+                assert answer.tokens == before[2].tokens
+                return answer.cached_tokens > 0
+
+            assert eventually(hits_again, 60.0), "the new server serves what the disk held"
+            rewind = prompts[2][:900] + harness.tokens(100, seed=30)
+            answer = generate(engine, rewind)
+            assert answer.cached_tokens == 900 // INTERVAL * INTERVAL
+            reference(rewind, answer)
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({"arguments": {"enable_prefix_caching": False}}, "prefix caching"),
+        ({"environment": {"HISTATE_INTERVALL": "256"}}, "HISTATE_INTERVAL"),
+    ],
+)
+def test_a_set_up_that_cannot_work_is_refused_with_the_remedy(
+    tmp_path: Path, engine_settings: EngineSettings, change: dict[str, Any], remedy: str
+) -> None:
+    cache = Cache(tmp_path / "cache")
+    settings = cache.engine(engine_settings)
+    environment = {**settings.environment, **change.get("environment", {})}
+    settings = replace(settings, arguments=change.get("arguments", {}), environment=environment)
+    with pytest.raises(StartError) as refused, harness.engine(tmp_path, settings):
+        pass
+    assert remedy in str(refused.value)
+
+
+def test_without_the_variable_the_stock_connector_stays(tmp_path: Path, engine_settings: EngineSettings) -> None:
+    nobody = {"lmcache.mp.port": free_ports(1)[0], "lmcache.mp.mq_timeout": 2.0}
+    settings = replace(engine_settings, kv_transfer={**STOCK, "kv_connector_extra_config": nobody})
+    with pytest.raises(StartError) as refused, harness.engine(tmp_path, settings):
+        pass
+    log = (tmp_path / "engine.log").read_text()
+    assert "LMCacheMPConnector" in log
+    assert "HiStateConnector" not in log
+    assert "reach" in str(refused.value)
