@@ -64,6 +64,9 @@ class HiStateConnector(CpuHybridConnector):
             for key, value in connector_extra_config(config, block_size).items():
                 extra.setdefault(key, value)
             use_server_driven_transfers(vllm_config)
+            # A cache that dies must cost time, not requests: vLLM's default fails a request whose load fails. The
+            # scheduler reads this right after it has built the connector.
+            vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
             if role == KVConnectorRole.SCHEDULER and config.starts_server:
                 check_machine(config)
                 # Passwords reach a server that LMCache starts through the environment, not its command line.
