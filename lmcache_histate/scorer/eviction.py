@@ -107,8 +107,9 @@ class EvictionOrder:
     def freed(self, node: int) -> None:
         """`node`'s id may be reused."""
         self._reach.freed(node)
-        for tier in MANAGED:
-            self._offered[tier].pop(node, None)
+        for offered in self._offered:
+            if node in offered:
+                del offered[node]
 
     def grown(self, nodes: int) -> None:
         """There are `nodes` more ids."""
@@ -214,7 +215,7 @@ class EvictionOrder:
     def _lower_path(self, end: int) -> None:
         """Hits along the path to `end` changed: report the units on it that lost value. Vectorised, O(path)."""
         tree = self._tree
-        nodes: Ints = np.array(tree.path(end), dtype=np.int64)
+        nodes = tree.path(end)
         if not len(nodes):
             return
         position = np.frombuffer(tree.position, dtype=np.int32)[nodes].astype(np.float64)

@@ -157,8 +157,7 @@ class CachePolicy:
         """
         space = self._spaces[namespace]
         self.tree.expire(now)
-        self.tree.extend(space, hashes, now)
-        match = self.tree.match(space, hashes)
+        match = self.tree.visit(space, hashes, now)
         block = space.geometry.block_tokens
         return Lookup(match.whole * block, match.restorable * block)
 

@@ -20,7 +20,6 @@ from lmcache_histate.state_store.tree import NO_NODE
 from lmcache_histate.state_store.units import UnitTree
 
 Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 class PathReach:
@@ -167,7 +166,7 @@ class PathReach:
         if node == NO_NODE:
             return 0
         tree = self._tree
-        nodes: Ints = np.array(tree.path(node), dtype=np.int64)
+        nodes = tree.path(node)
         if not len(nodes):
             return 0
         positions = np.frombuffer(tree.position, dtype=np.int32)[nodes].astype(np.float64)

@@ -11,9 +11,13 @@ it), a removal seen twice, one rank long before another. What is there is always
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from lmcache_histate.geometry import CacheGeometry
 from lmcache_histate.state_store.frontier import Frontier
@@ -26,6 +30,7 @@ TIERS = len(TIER_LIST)
 COLUMNS = tuple((kind, tier) for kind in KINDS for tier in TIER_LIST)
 """(kind, tier) of every column of objects, in their order."""
 NO_NODE = -1
+Ints = npt.NDArray[np.int64]
 
 
 class Namespace(NamedTuple):
@@ -89,6 +94,8 @@ class PrefixTree:
         self._size = [array("Q") for _ in range(2 * TIERS)]
         self._free: list[int] = []
         self._used = 0
+        self._last_path: list[int] = []
+        self._last_array: Ints = np.zeros(0, dtype=np.int64)
         self._pending: deque[tuple[float, int, bytes]] = deque()
         self._pending_s = pending_s
         self.tier_bytes = [0] * TIERS
@@ -180,6 +187,7 @@ class PrefixTree:
                 self._previous[following] = before
             del self.namespaces[self.space[node]].nodes[self.hashes[node]]
             self._released(node)
+            self._last_path = []
             self.hashes[node] = b""
             self.parent[node] = NO_NODE
             self._whole[node] = 0
@@ -218,8 +226,14 @@ class PrefixTree:
         if after is not None:
             above = self._known_or_detached(space, after)
             self._pending.append((now, above, after))
-        nodes = []
-        for chunk_hash in hashes:
+        nodes = self._known(space, hashes)
+        start = self.position[above]
+        # A hash covers its whole prefix: if the last known chunk hangs at the right depth, so do those before it.
+        if nodes and start >= 0 and self.position[nodes[-1]] == start + len(nodes) * block:
+            above = nodes[-1]
+        else:
+            nodes = []
+        for chunk_hash in hashes[len(nodes) :]:
             node = known.get(chunk_hash, NO_NODE)
             if node == NO_NODE:
                 depth = self.position[above]
@@ -234,6 +248,15 @@ class PrefixTree:
             above = node
         return nodes
 
+    @staticmethod
+    def _known(space: Namespace, hashes: Sequence[bytes]) -> list[int]:
+        """Nodes of the known chunks that `hashes` begins with."""
+        # In C: thousands of chunks a request are looked up, nearly all of them known.
+        found = list(map(space.nodes.get, hashes))
+        if None in found:
+            found = found[: found.index(None)]
+        return cast("list[int]", found)
+
     def _known_or_detached(self, space: Namespace, chunk_hash: bytes) -> int:
         node = space.nodes.get(chunk_hash, NO_NODE)
         if node == NO_NODE:
@@ -244,39 +267,50 @@ class PrefixTree:
     def _attach(self, node: int, above: int) -> None:
         """Hang the detached `node`, with all that is below it, under `above`."""
         self._hang(node, above)
+        self._last_path = []
         self._attached(node)
         if self.position[above] >= 0:
             block = self.namespaces[self.space[node]].geometry.block_tokens
             for below in self.subtree(node):
                 self.position[below] = self.position[self.parent[below]] + block
-        if self._whole[above]:
+        if self._whole[above] and self.complete(node, Kind.KV):
             self._spread_whole(node)
 
     def match(self, space: Namespace, hashes: Sequence[bytes]) -> PathMatch:
         """Longest known, attention and restorable match of a path. Changes nothing. O(path)."""
-        known, whole, usable = space.nodes, self._whole, self.restorable.marked
-        nodes: list[int] = []
-        held = resume = 0
-        for chunk_hash in hashes:
-            node = known.get(chunk_hash, NO_NODE)
-            if node == NO_NODE:
-                break
-            nodes.append(node)
-            if whole[node]:
-                held += 1
-                if usable[node]:
-                    resume = held
+        return self._match(self._known(space, hashes))
+
+    def _match(self, nodes: list[int]) -> PathMatch:
+        # Whole chunks come before all others, so their number is found by halving.
+        held = bisect_left(nodes, True, key=lambda node: not self._whole[node])
+        usable = self.restorable.marked
+        resume = next((depth for depth in range(held, 0, -1) if usable[nodes[depth - 1]]), 0)
         return PathMatch(nodes, held, resume)
 
-    def path(self, node: int) -> list[int]:
-        """Nodes from the first chunk to `node`, the root left out. O(path)."""
-        nodes = []
-        parents = self.parent
+    def visit(self, space: Namespace, hashes: Sequence[bytes], now: float) -> PathMatch:
+        """`extend`, and `match` of what is known then. O(path)."""
+        return self._match(self.extend(space, hashes, now))
+
+    def path(self, node: int) -> Ints:
+        """Nodes from the first chunk to `node`, the root left out; shape (chunks,), read only. O(path).
+
+        One request asks for its path several times, so the last one is kept and only what differs is walked.
+        """
+        tail: list[int] = []
+        parents, last = self.parent, self._last_path
+        depth = self.position[node] // self.namespaces[self.space[node]].geometry.block_tokens
         while parents[node] >= 0:
-            nodes.append(node)
+            if 0 < depth <= len(last) and last[depth - 1] == node:
+                break
+            tail.append(node)
             node = parents[node]
-        nodes.reverse()
-        return nodes
+            depth -= 1
+        else:
+            depth = 0
+        if tail or depth != len(last):
+            self._last_path = last[:depth] + tail[::-1]
+            self._last_array = np.array(self._last_path, dtype=np.int64)
+        return self._last_array
 
     def children(self, node: int) -> Iterator[int]:
         """Children of `node`, the newest first."""
@@ -412,19 +446,20 @@ class PrefixTree:
                 self._leave(node)
 
     def _spread_whole(self, top: int) -> None:
-        """`top`'s parent is whole: so is `top`, if its KV is complete, and what follows from it."""
+        """`top` has become whole: so have those below it whose KV is complete."""
         todo = [top]
         for node in todo:
-            if self.complete(node, Kind.KV):
-                self._whole[node] = 1
-                if self.complete(node, Kind.SNAPSHOT):
-                    self._enter(node)
-                todo.extend(self.children(node))
+            self._whole[node] = 1
+            if self.complete(node, Kind.SNAPSHOT):
+                self._enter(node)
+            if self._child[node] != NO_NODE:
+                todo.extend(child for child in self.children(node) if self.complete(child, Kind.KV))
 
     def _break_whole(self, top: int) -> None:
         lost = [top]
         for node in lost:
-            lost.extend(child for child in self.children(node) if self._whole[child])
+            if self._child[node] != NO_NODE:
+                lost.extend(child for child in self.children(node) if self._whole[child])
         for node in reversed(lost):  # From the tail, as eviction would: a session's end moves up one step at a time.
             if self.restorable.marked[node]:
                 self._leave(node)

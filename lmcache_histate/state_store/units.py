@@ -125,10 +125,7 @@ class UnitTree(PrefixTree):
             self._dirty.update(child for child in self.children(node) if self.kv_in_tier[tier].alive(child))
 
     def _note_restorable(self, node: int) -> None:
-        """
-
-        node` changed sides: its own unit, the stretch before it and, if a fork appeared or went, its other branch.
-        """
+        """`node` came or went: its own unit, the stretch before it, and who owns KV below a fork that came or went."""
         self._dirty.add(node)
         marked, kids = self.restorable.marked, self.restorable.kids
         above = self.parent[node]
@@ -137,8 +134,6 @@ class UnitTree(PrefixTree):
             if marked[above] or kids[above] > 1:
                 break
             above = self.parent[above]
-        if above != NO_NODE and kids[above] == 2:
-            self._dirty.update(child for child in self.children(above) if self.restorable.alive(child))
 
     def _rearranging(self) -> None:
         if self.watcher is not None:
@@ -274,16 +269,17 @@ class UnitTree(PrefixTree):
         if lost:
             top = lost[-1]
             for below in self.subtree(top):
-                stranded.extend(self._everything(below))
+                # All KV below `top` in this tier is the unit's own, and so is its anchor's snapshot.
+                own = (Kind.KV, Kind.SNAPSHOT) if below == node else (Kind.KV,)
+                stranded.extend(self._elsewhere(below, tier, own))
             above, alone = self.parent[top], True
         else:
-            stranded.extend(obj for other in Tier for obj in self.objects(node, Kind.SNAPSHOT, other))
+            stranded.extend(self._elsewhere(node, tier, tuple(Kind), kv=False))
             above, alone = node, self.restorable.kids[node] == 0
         if alone:
-            stranded.extend(self._useless_above(above, skip_first_mark=not lost))
-        if stranded:
             taken = set(objects)
-            stranded = [obj for obj in stranded if obj not in taken]
+            useless = self._useless_above(above, skip_first_mark=not lost)
+            stranded.extend(obj for obj in useless if obj not in taken)
         return Loss(objects, stranded)
 
     def _useless_above(self, node: int, skip_first_mark: bool) -> Iterator[CacheObject]:
@@ -295,7 +291,10 @@ class UnitTree(PrefixTree):
             skip_first_mark = False
             node = self.parent[node]
 
-    def _everything(self, node: int) -> Iterator[CacheObject]:
-        for mask, (kind, tier) in zip(self._mask, COLUMNS, strict=True):
-            if mask[node]:
-                yield from self.objects(node, kind, tier)
+    def _elsewhere(self, node: int, tier: Tier, own: tuple[Kind, ...], kv: bool = True) -> list[CacheObject]:
+        """The objects of `node`, without those of the kinds `own` that are in `tier` (and without KV if not asked for)."""
+        found: list[CacheObject] = []
+        for mask, (kind, where) in zip(self._mask, COLUMNS, strict=True):
+            if mask[node] and (where != tier or kind not in own) and (kv or kind != Kind.KV):
+                found += self.objects(node, kind, where)
+        return found

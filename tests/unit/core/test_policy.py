@@ -281,6 +281,27 @@ def test_an_evicted_tail_leaves_its_hits_to_the_snapshot_before():
     assert share == pytest.approx(0.6 + 0.4 * 400 / 800)
 
 
+def test_a_path_keeps_its_end_when_its_tail_goes_and_moves_it_when_it_grows():
+    policy = make(tau=0.0)
+
+    def record():
+        policy.order.settle()
+        (only,) = policy.reach.records.values()
+        return only
+
+    serve(policy, path("a", 8), [4, 8])
+    policy.hit("m", path("a", 8), 800, 800, 1.0)
+    assert (record().end, record().hits, record().end_hits) == (800, 1, 1)
+    policy.removed("m", [CacheObject(b"a7", Kind.SNAPSHOT, 0, Tier.CPU)], 2.0)
+    assert record().end == 800
+    policy.lookup("m", path("a", 12), 3.0)
+    put(policy, path("a", 4, start=8), now=3.0)
+    put(policy, [b"a11"], Kind.SNAPSHOT, now=3.0)
+    assert (record().end, record().hits) == (1200, 1)
+    policy.end_turn("m", path("a", 12), 1234, 3.0)
+    assert record().end == 1234
+
+
 # -- intervals --------------------------------------------------------------------------------------------------------
 
 
