@@ -35,6 +35,7 @@ CREATE TABLE IF NOT EXISTS objects (
 ) WITHOUT ROWID
 """
 _VERSION = 1
+_KINDS = {int(kind): kind for kind in Kind}
 _UPSERT = "INSERT OR REPLACE INTO objects VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _DELETE = "DELETE FROM objects WHERE ns = ? AND file = ?"
 
@@ -135,9 +136,9 @@ class Catalogue:
                     " position FROM objects WHERE ns = ?",
                     (namespace,),
                 ):
-                    place = Place(parent, position, Kind(kind))
+                    place = Place(parent, position, _KINDS[kind])
                     yield f, Row(ObjectId(model, h, rank, grp, salt), size, stored, access, place)
-            except (sqlite3.Error, ValueError) as e:
+            except (sqlite3.Error, KeyError) as e:
                 logger.warning(
                     "catalogue %s is damaged (%s): what it lacks is read from the record headers", self._path, e
                 )

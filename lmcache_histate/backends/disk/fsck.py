@@ -207,6 +207,8 @@ class _Check:
                         yield path
                     else:
                         self._find(Problem.FOREIGN, path, "left alone")
+            elif entry.name.startswith(f".{namespaces.MANIFEST}."):
+                self._find(Problem.LEFTOVER, entry, "a manifest that was being written", entry.unlink)
             elif entry.name != namespaces.MANIFEST:
                 self._find(Problem.FOREIGN, entry, "left alone")
 

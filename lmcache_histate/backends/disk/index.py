@@ -51,10 +51,11 @@ class Entry:
         stored_at: float,
         last_access: float,
         place: Place,
+        file: str = "",
     ) -> None:
         self.namespace = namespace
         self.object_id = object_id
-        self.file = file_name(object_id)
+        self.file = file or file_name(object_id)
         self.payload_bytes = payload_bytes
         self.charge = charge
         """Bytes that the object is accounted with."""

@@ -303,15 +303,15 @@ def _wanted(still_wanted: Callable[[], bool]) -> None:
         raise AbandonedError
 
 
-def read_header_block(path: Path) -> tuple[bytes, int]:
-    """The first `HEADER_BYTES` of a file (fewer if it is shorter), and its length in bytes.
+def read_header_block(path: Path | str) -> bytes:
+    """The first `HEADER_BYTES` of a file; fewer if it is shorter.
 
     Raises:
         OSError: as the system says.
     """
     fd = os.open(path, _READ)
     try:
-        return os.pread(fd, HEADER_BYTES, 0), os.fstat(fd).st_size
+        return os.pread(fd, HEADER_BYTES, 0)
     finally:
         os.close(fd)
 

@@ -97,7 +97,7 @@ def write_manifest(folder: Path, model: str, layout: Layout | None, fingerprint:
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "about": "Objects of one model and one memory layout. Check this store with: histate fsck",
     }
-    temporary = folder / f".{MANIFEST}.{os.getpid()}"
+    temporary = folder / f".{MANIFEST}.{os.urandom(6).hex()}"
     with open(temporary, "w", encoding="utf-8") as f:
         json.dump(manifest, f, indent=2)
         f.write("\n")
@@ -159,6 +159,11 @@ class Namespaces:
             name = self._names[model, layout] = namespace_name(model, layout, self._fingerprint)
         return name
 
+    def get(self, model: str, layout: Layout) -> Namespace | None:
+        """The namespace of a model and layout, if it is known and whole."""
+        known = self._known.get(self.name_of(model, layout))
+        return None if known is None or known.layout is None else known
+
     def get_or_make(self, model: str, layout: Layout, reserve: Callable[[], None]) -> Namespace:
         """The namespace of a model and layout.
 
@@ -169,11 +174,10 @@ class Namespaces:
             OSError: the folder cannot be made, or `reserve` said no.
         """
         name = self.name_of(model, layout)
-        known = self._known.get(name)
-        if known is not None and known.layout is not None:
-            return known
         with self._lock:
             known = self._known.get(name)
+            if known is not None and known.layout is not None:
+                return known
             if known is None and not (self._root / "ns" / name).is_dir():
                 reserve()
             made = create(self._root, model, layout, self._fingerprint)

@@ -60,9 +60,9 @@ class Reader:
         core, file = self._core, file_name(object_id)
         for namespace in candidates:
             with contextlib.suppress(OSError, RecordError):
-                block, size = read_header_block(namespace.path(file))
-                header = decode_header(block)
-                verify_header(header, namespace.name, file, size)
+                path = namespace.path(file)
+                header = decode_header(read_header_block(path))
+                verify_header(header, namespace.name, file, path.stat().st_size)
                 charge = core.space.charge(header.payload_bytes)
                 stored = header.stored_at
                 entry = Entry(namespace, object_id, header.payload_bytes, charge, stored, time.time(), header.place)

@@ -44,6 +44,7 @@ SUFFIX = ".hsr"
 _FIXED = struct.Struct("<8sHBBQQQdqqI5H")
 _CHECKSUM_AT = struct.calcsize("<8sHBB")
 _DIGEST = struct.Struct("<Q")
+_NAME = struct.Struct("<3IqI")
 
 
 class RecordError(ValueError):
@@ -116,12 +117,10 @@ def file_name(object_id: ObjectId) -> str:
 
     The key itself stands in the header and is compared on every read, hence even a collision could only cost a miss.
     """
-    h = hashlib.blake2b(digest_size=16)
-    for part in (object_id.model.encode(), object_id.chunk_hash, object_id.salt.encode()):
-        h.update(len(part).to_bytes(4, "little"))
-        h.update(part)
-    h.update(struct.pack("<qI", object_id.kv_rank, object_id.group))
-    return h.hexdigest() + SUFFIX
+    model, salt = object_id.model.encode(), object_id.salt.encode()
+    numbers = _NAME.pack(len(model), len(object_id.chunk_hash), len(salt), object_id.kv_rank, object_id.group)
+    key = b"".join((numbers, model, object_id.chunk_hash, salt))
+    return hashlib.blake2b(key, digest_size=16).hexdigest() + SUFFIX
 
 
 def segment_digest(segment: memoryview | bytes) -> int:
@@ -172,15 +171,17 @@ def decode_header(block: bytes | memoryview) -> Header:
     """
     if len(block) < HEADER_BYTES:
         raise RecordError(f"the file ends inside the header ({len(block)} of {HEADER_BYTES} bytes)")
-    data = bytearray(block[:HEADER_BYTES])
+    data = bytes(block[:HEADER_BYTES])
     fields = _FIXED.unpack_from(data)
     magic, version, kind, flags, checksum, payload, payload_sum, stored_at, position, kv_rank, group = fields[:11]
     if magic != MAGIC:
         raise RecordError("the file does not start like a record")
     if version != VERSION:
         raise RecordError(f"record version {version}, this build reads version {VERSION}")
-    _DIGEST.pack_into(data, _CHECKSUM_AT, 0)
-    if xxhash.xxh3_64_intdigest(bytes(data)) != checksum:
+    if (
+        xxhash.xxh3_64_intdigest(data[:_CHECKSUM_AT] + bytes(_DIGEST.size) + data[_CHECKSUM_AT + _DIGEST.size :])
+        != checksum
+    ):
         raise RecordError("the header checksum does not match")
     lengths = fields[11:]
     if _FIXED.size + sum(lengths) > HEADER_BYTES or not math.isfinite(stored_at):
@@ -188,7 +189,7 @@ def decode_header(block: bytes | memoryview) -> Header:
     parts: list[bytes] = []
     at = _FIXED.size
     for length in lengths:
-        parts.append(bytes(data[at : at + length]))
+        parts.append(data[at : at + length])
         at += length
     try:
         return Header(

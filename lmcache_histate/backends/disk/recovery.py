@@ -30,7 +30,7 @@ from lmcache_histate.backends.disk.record import (
 
 logger = logging.getLogger(__name__)
 
-_THREADS = 8  # header reads wait for the disk; more threads than cores keep its queue filled
+_THREADS = 4  # enough to keep the disk's queue filled; more only fight for the interpreter
 _CHUNK = 256
 
 
@@ -99,8 +99,7 @@ def _scan_namespace(
 
 def _check(namespace: Namespace, file: str, size: int) -> tuple[Header | None, str]:
     try:
-        block, _ = read_header_block(namespace.path(file))
-        header = decode_header(block)
+        header = decode_header(read_header_block(f"{namespace.folder}/{file[:2]}/{file}"))
         verify_header(header, namespace.name, file, size)
     except (RecordError, OSError) as e:
         return None, str(e)
@@ -145,7 +144,7 @@ def _adopt(folder: Path, files: dict[str, int]) -> Namespace | None:
     """The namespace of a folder whose manifest is lost: any of its records knows the model."""
     for file in files:
         with contextlib.suppress(RecordError, OSError):
-            header = decode_header(read_header_block(folder / file[:2] / file)[0])
+            header = decode_header(read_header_block(folder / file[:2] / file))
             if header.namespace == folder.name:
                 logger.warning("the manifest of %s is lost: it is written anew, without the layout", folder)
                 with contextlib.suppress(OSError):
