@@ -9,6 +9,8 @@ import typer
 
 from lmcache_histate import __version__
 from lmcache_histate.cli.config_command import config_command
+from lmcache_histate.cli.demo import demo
+from lmcache_histate.cli.fsck_command import fsck_command
 from lmcache_histate.cli.server_command import server_command
 from lmcache_histate.cli.settings_text import settings_help
 
@@ -24,6 +26,8 @@ Examples:
   histate config                         what that means, and where each value came from
   histate server -c cache.yaml --chunk-size 528
                                          a standalone server for several vLLM instances
+  histate fsck /mnt/nvme/histate         check the disk tier
+  histate demo                           HiState against stock LMCache on this machine, without a GPU
 """
 
 _CONFIG_EXAMPLES = """
@@ -43,6 +47,12 @@ The block size of a model is in vLLM's log: 'Setting attention block size to N t
 vLLM then needs server_url: tcp://HOST:PORT in its own configuration.
 """
 
+_FSCK_EXAMPLES = """
+Examples:
+  histate fsck /mnt/nvme/histate                     check every record, also while a server runs
+  histate fsck --repair /mnt/nvme/histate            mend it; no server may use the folder
+"""
+
 app = typer.Typer(
     name="histate",
     help="HiState: a prefix cache for hybrid models, for vLLM deployments that use LMCache.",
@@ -54,6 +64,8 @@ app = typer.Typer(
 )
 app.command("config", epilog=_verbatim(_CONFIG_EXAMPLES + "\n" + settings_help()))(config_command)
 app.command("server", epilog=_verbatim(_SERVER_EXAMPLES))(server_command)
+app.command("fsck", epilog=_verbatim(_FSCK_EXAMPLES))(fsck_command)
+app.command("demo")(demo)
 
 
 def _print_versions(wanted: bool) -> None:
