@@ -97,11 +97,14 @@ class HiStateConnector(CpuHybridConnector):
             self._link,
             # Until the server says how large its objects are, vLLM's own pages are the best estimate.
             PlacementFacts(snapshot_tokens=guards.snapshot_tokens(self._kv_cache_config)),
+            steps_ahead=vllm_config.max_concurrent_batches - 1,
         )
         self._planner = CapturePlanner(
             block_size,
             self._placement.interval,
-            drops_last_block=vllm_config.speculative_config is not None,
+            # Not every kind of drafting costs the last block (n-gram drafting does not).
+            drops_last_block=vllm_config.speculative_config is not None
+            and vllm_config.speculative_config.use_eagle_block_drop(),
         )
         self._overrun_reported = False
         logger.info(

@@ -21,8 +21,8 @@ class FactsSource(Protocol):
     def poll_placement(self) -> PlacementFacts | None:
         """The newest answer, once."""
 
-    def ask_placement(self) -> None:
-        """Ask again, unless a question is open."""
+    def ask_placement(self) -> bool:
+        """Ask again, unless a question is open; whether a question was sent."""
 
     def forget_placement(self) -> None:
         """Give the open question up."""
@@ -37,6 +37,7 @@ class Placement:
         step_tokens: Token budget of one scheduler step (``max_num_batched_tokens``).
         source: Where the server's facts come from.
         facts: What to go by until the server answered.
+        steps_ahead: Steps that the scheduler runs ahead of the engine (``StepCost``).
     """
 
     def __init__(
@@ -46,14 +47,15 @@ class Placement:
         step_tokens: int,
         source: FactsSource,
         facts: PlacementFacts | None = None,
+        steps_ahead: int = 0,
     ) -> None:
         self._setting = interval
         self._block_size = block_size
         self._step_tokens = step_tokens
         self._source = source
-        self._asked_at = float("-inf")
+        self._asked_at = self._sent_at = float("-inf")
         self.facts = facts or PlacementFacts()
-        self.step_cost = StepCost()
+        self.step_cost = StepCost(steps_ahead=steps_ahead)
 
     def on_request(self) -> None:
         """Take the newest facts if they arrived, and ask again at most once a second. Never waits. O(1)."""
@@ -63,11 +65,12 @@ class Placement:
         if facts is not None:
             self.facts = facts
         now = time.monotonic()
-        if now - self._asked_at >= ANSWER_SECONDS:
+        if now - self._sent_at >= ANSWER_SECONDS:
             self._source.forget_placement()
         if now - self._asked_at >= ASK_SECONDS:
             self._asked_at = now
-            self._source.ask_placement()
+            if self._source.ask_placement():
+                self._sent_at = now
 
     def on_step(self, tokens: int) -> None:
         """Learn what a step costs. Called once per scheduler step with the tokens in it. O(1)."""

@@ -49,17 +49,20 @@ class ServerLink:
             StartupError: A server that does not run HiState's module.
         """
         for url, client in self._adapter.req_clients.items():
+            facts = None
             try:
                 reply = client.server_module_call(ServerModuleCallRequest(HELLO, b"")).result(self._hello_timeout)
-                error = None if reply.success else reply.error
-            except Exception as exc:  # an unknown request type, a timeout: both mean "no module there"
+                error = reply.error
+                if reply.success:
+                    facts = msgspec.msgpack.decode(reply.payload, type=ServerFacts)
+            except Exception as exc:  # an unknown request type, a timeout, another version: no module of ours there
                 error = str(exc) or type(exc).__name__
-            if error is not None:
+            if facts is None:
                 raise StartupError(
                     f"The LMCache server at {url} runs without HiState ({error}). Start it with `histate server`, or "
                     "stop it and let vLLM start its own (histate.autostart: true)."
                 )
-            yield url, msgspec.msgpack.decode(reply.payload, type=ServerFacts)
+            yield url, facts
 
     def poll_placement(self) -> PlacementFacts | None:
         """The answer to the last ``ask_placement``, once; None while there is none. Never waits."""
@@ -73,13 +76,18 @@ class ServerLink:
             logger.debug("No placement facts from the server", exc_info=True)
             return None
 
-    def ask_placement(self) -> None:
-        """Send one question about storage pressure to the first server, unless one is still open. Never waits."""
+    def ask_placement(self) -> bool:
+        """Send one question about storage pressure to the first server, unless one is still open. Never waits.
+
+        Returns:
+            Whether a question was sent.
+        """
         if self._placement is not None or not self._adapter.is_healthy:
-            return
+            return False
         query = PlacementQuery(self._adapter.model_name, self._adapter.world_size)
         client = next(iter(self._adapter.req_clients.values()))
         self._placement = client.server_module_call(ServerModuleCallRequest(PLACEMENT, encode(query)))
+        return True
 
     def forget_placement(self) -> None:
         """Give up on an open question (its server went away)."""

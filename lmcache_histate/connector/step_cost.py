@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 
 class StepCost:
     """Least squares of step time over step tokens, ``seconds = fixed + per_token * tokens``, with exponential forgetting.
@@ -13,27 +15,40 @@ class StepCost:
         forget: Weight of the past at each new observation, in (0, 1).
         longest_step_seconds: Gaps longer than this are idle time or a stall, not a step.
         default_tokens: Answer while too little was seen.
+        steps_ahead: How many steps the scheduler runs ahead of the engine (1 under asynchronous scheduling): a step is
+            then scheduled when the one so many before it is done.
     """
 
-    def __init__(self, forget: float = 0.98, longest_step_seconds: float = 5.0, default_tokens: float = 32.0) -> None:
+    def __init__(
+        self,
+        forget: float = 0.98,
+        longest_step_seconds: float = 5.0,
+        default_tokens: float = 32.0,
+        steps_ahead: int = 0,
+    ) -> None:
         self._forget = forget
         self._longest = longest_step_seconds
         self._default = default_tokens
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
-        self._last: tuple[float, int] | None = None
+        self._last = 0.0
+        self._pending: deque[int] = deque()
+        self._steps_ahead = steps_ahead
 
     def on_step(self, now: float, tokens: int) -> None:
         """Note that a step of ``tokens`` tokens is being scheduled at ``now`` (seconds, any steady clock). O(1).
 
-        The time since the previous call is the duration of the previous step, if that one had work.
+        The time since the previous call is the duration of the oldest step that still runs, if there was always work.
         """
-        last, self._last = self._last, (now, tokens) if tokens > 0 else None
-        if last is None:
+        seconds, self._last = now - self._last, now
+        if tokens <= 0:
+            self._pending.clear()
             return
-        seconds = now - last[0]
+        self._pending.append(tokens)
+        if len(self._pending) < self._steps_ahead + 2:
+            return
+        x = float(self._pending.popleft())
         if not 0.0 < seconds <= self._longest:
             return
-        x = float(last[1])
         self._weight = self._weight * self._forget + 1.0
         self._x = self._x * self._forget + x
         self._y = self._y * self._forget + seconds

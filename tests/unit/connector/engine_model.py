@@ -131,6 +131,8 @@ def build_config(
     config.cache_config.block_size = block
     config.cache_config.mamba_cache_mode = "align"
     config.cache_config.num_gpu_blocks = num_blocks
+    config.scheduler_config.async_scheduling = asynchronous
+    assert config.max_concurrent_batches == 1 + asynchronous
     return config
 
 
