@@ -10,7 +10,7 @@ idle than one that costs nothing. `C` is the hits that would suffer, times what 
 
 - a snapshot: the hits that resume exactly there, times the recomputation from the restore point before it;
 - a bundle: all hits at or beyond its end, times the same;
-- where another tier has a copy, fetching that copy instead of recomputing.
+- where another tier has a copy, the same hits times fetching that copy instead of recomputing.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ from lmcache_histate.state_store.units import MANAGED, UnitKind, UnitTree
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+
+TAIL_FIRST = 1e-6
+"""Seconds per token by which later positions of one hit count as accessed earlier. One hit gives a whole path the same
+time; what is equal otherwise must go from the tail, where it serves the fewest hits (LMCache's LRU does the same)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +140,8 @@ class EvictionOrder:
             start = float(tree.position[before]) if before != NO_NODE else 0.0
             price = self._cost.recompute(start, float(tree.position[node]))
         freed = nbytes / tree.namespaces[tree.space[node]].geometry.kv_bytes_per_token
-        return tree.last_access[node] + self.tau * max(0.0, hits) * price / max(freed, 1e-9)
+        accessed = tree.last_access[node] - TAIL_FIRST * tree.position[node]
+        return accessed + self.tau * max(0.0, hits) * price / max(freed, 1e-9)
 
     def floor(self, node: int, tier: Tier) -> float:
         """What the queue of `tier` holds for `node`: at most its value; infinite if it is not queued. O(1)."""
@@ -167,7 +172,7 @@ class EvictionOrder:
             price[index] = self._cost.fetch(float(nbytes[index]), self._copy_tier(int(nodes[index]), tier))
         per_token = np.array([space.geometry.kv_bytes_per_token for space in tree.namespaces])
         freed = nbytes / per_token[np.frombuffer(tree.space, dtype=np.uint16)[nodes]]
-        accessed = np.frombuffer(tree.last_access, dtype=np.float64)[nodes]
+        accessed = np.frombuffer(tree.last_access, dtype=np.float64)[nodes] - TAIL_FIRST * position
         values: Floats = accessed + self.tau * hits * price / np.maximum(freed, 1e-9)
         return values
 

@@ -71,6 +71,7 @@ class PathReach:
             self.passed[node] = sum(self.reach[later] for later in following)
             if before != NO_NODE:
                 self.passed[before] += self.reach[node] - self.passed[node]
+                self.stale_nodes.add(before)
             self.stale_nodes.update(following)
             return
         end = float(tree.position[node])

@@ -128,6 +128,8 @@ class UnitTree(PrefixTree):
         """`node` came or went: its own unit, the stretch before it, and who owns KV below a fork that came or went."""
         self._dirty.add(node)
         marked, kids = self.restorable.marked, self.restorable.kids
+        if kids[node]:
+            return  # The chunks before it lead to restorable ones with or without it.
         above = self.parent[node]
         while above != NO_NODE:
             self._dirty.add(above)
@@ -271,10 +273,11 @@ class UnitTree(PrefixTree):
             for below in self.subtree(top):
                 # All KV below `top` in this tier is the unit's own, and so is its anchor's snapshot.
                 own = (Kind.KV, Kind.SNAPSHOT) if below == node else (Kind.KV,)
-                stranded.extend(self._elsewhere(below, tier, own))
+                stranded.extend(self._without(below, tier, own))
             above, alone = self.parent[top], True
         else:
-            stranded.extend(self._elsewhere(node, tier, tuple(Kind), kv=False))
+            for other in (other for other in Tier if other != tier):
+                stranded.extend(self.objects(node, Kind.SNAPSHOT, other))
             above, alone = node, self.restorable.kids[node] == 0
         if alone:
             taken = set(objects)
@@ -291,10 +294,10 @@ class UnitTree(PrefixTree):
             skip_first_mark = False
             node = self.parent[node]
 
-    def _elsewhere(self, node: int, tier: Tier, own: tuple[Kind, ...], kv: bool = True) -> list[CacheObject]:
-        """The objects of `node`, without those of the kinds `own` that are in `tier` (and without KV if not asked for)."""
+    def _without(self, node: int, tier: Tier, own: tuple[Kind, ...]) -> list[CacheObject]:
+        """The objects of `node`, without those of the kinds `own` that are in `tier`."""
         found: list[CacheObject] = []
         for mask, (kind, where) in zip(self._mask, COLUMNS, strict=True):
-            if mask[node] and (where != tier or kind not in own) and (kv or kind != Kind.KV):
+            if mask[node] and (where != tier or kind not in own):
                 found += self.objects(node, kind, where)
         return found

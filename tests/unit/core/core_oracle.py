@@ -146,7 +146,8 @@ class Oracle:
             start = self.position(before) if before else 0
             price = policy.cost.recompute(float(start), float(self.position(unit.anchor)))
         freed = unit.nbytes / self.geometry.kv_bytes_per_token
-        return self.accessed[unit.anchor] + policy.tau * hits * price / freed
+        accessed = self.accessed[unit.anchor] - 1e-6 * self.position(unit.anchor)
+        return accessed + policy.tau * hits * price / freed
 
     def reaches(self, policy: CachePolicy, points: set[Path]) -> tuple[dict[Path, float], dict[Path, float]]:
         """Expected hits at or after every prefix of a restorable one, and those that resume at each restorable one."""
