@@ -25,9 +25,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any
 
-_MARK = "HISTATE_RUN_MARK"
+_MARK = "REPLAY_RUN_MARK"
 _SHARED_MEMORY = Path("/dev/shm")
-_SHARED_MEMORY_PREFIX = "lmcache_kv_{pid}_"  # how LMCache names the segments that a CPU engine's cache moves to
+# What LMCache calls the segments that a CPU engine's cache moves to, and the one of a server's memory pool.
+_SHARED_MEMORY_PATTERNS = ("lmcache_kv_{pid}_*", "lmcache_l1_pool_{pid}")
 
 
 class StartError(RuntimeError):
@@ -76,7 +77,8 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment for a Python child: ours, offline, without usage reports, and with bytecode cached.
 
     Importing vLLM without cached bytecode costs eight seconds of CPU, so where writing it beside the sources is
-    switched off it goes to a cache folder instead.
+    switched off it goes to a cache folder instead. A cache that the caller's shell is configured for is left out: what
+    a child uses is said in `extra`.
 
     Args:
         extra: Variables that win over all others.
@@ -85,6 +87,8 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         A new mapping.
     """
     environment = dict(os.environ)
+    for name in ("LMCACHE_CONFIG", "LMCACHE_CONFIG_FILE"):
+        environment.pop(name, None)
     if environment.pop("PYTHONDONTWRITEBYTECODE", ""):
         environment.setdefault("PYTHONPYCACHEPREFIX", str(cache_folder() / "pycache"))
     environment.update(
@@ -99,9 +103,7 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def cache_folder() -> Path:
-    """Where models and bytecode are kept between runs: ``HISTATE_CACHE_DIR``, else ``$XDG_CACHE_HOME/histate``."""
-    if folder := os.environ.get("HISTATE_CACHE_DIR"):
-        return Path(folder)
+    """Where models and bytecode are kept between runs: ``$XDG_CACHE_HOME/histate``, else ``~/.cache/histate``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "histate"
 
 
@@ -222,8 +224,9 @@ class ProcessScope:
         """Remove the segments of processes of ours that are gone; a killed engine cannot unlink them itself."""
         gone = self._seen - self._alive()
         for pid in gone:
-            for segment in _SHARED_MEMORY.glob(_SHARED_MEMORY_PREFIX.format(pid=pid) + "*"):
-                segment.unlink(missing_ok=True)
+            for pattern in _SHARED_MEMORY_PATTERNS:
+                for segment in _SHARED_MEMORY.glob(pattern.format(pid=pid)):
+                    segment.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -33,6 +33,9 @@ BLOCK_TOKENS = 64
 HALF_LIFE_TOKENS = (64.0, 8192.0)
 """Shortest and longest half-life, in tokens, of the recurrent heads' memory."""
 
+ANSWER_TOKEN = 66
+"""First of the few tokens that the model ever answers with."""
+
 VERSION = 1
 """Raised whenever the weights or the tokenizer change, so that cached folders are rebuilt."""
 
@@ -56,6 +59,8 @@ class TinyModelSpec:
     branch_gain: float = 0.7
     logit_std: float = 4.0
     attention_gain: float = 2.0
+    inner_attention_gain: float = 0.1
+    answer_pairs: int = 2
 
 
 def ensure_tiny_model(folder: Path, spec: TinyModelSpec | None = None) -> Path:
@@ -140,6 +145,9 @@ def _fill(name: str, weight: torch.Tensor, spec: TinyModelSpec, generator: torch
 
     kind = name.removesuffix(".weight").rsplit(".", 1)[-1]
     fan_in = weight.shape[-1]
+    branch_gain = spec.branch_gain
+    if ".layers.6." in name and kind == "o_proj":
+        branch_gain *= spec.inner_attention_gain
     if kind == "A_log":
         weight.zero_()
     elif kind == "dt_bias":
@@ -161,10 +169,12 @@ def _fill(name: str, weight: torch.Tensor, spec: TinyModelSpec, generator: torch
     elif kind == "embed_tokens":
         normal(1.0)
     elif kind == "lm_head":
-        normal(spec.logit_std / math.sqrt(fan_in))
+        weight.zero_()
+        rows = torch.randn((spec.answer_pairs, fan_in), generator=generator) * (spec.logit_std / math.sqrt(fan_in))
+        weight[ANSWER_TOKEN : ANSWER_TOKEN + 2 * spec.answer_pairs] = torch.cat((rows, -rows))
     elif kind in ("out_proj", "o_proj", "down_proj"):
         # Their inputs are products with a gate, of about half the unit size.
-        normal(2.0 * spec.branch_gain / math.sqrt(fan_in))
+        normal(2.0 * branch_gain / math.sqrt(fan_in))
     else:
         normal(1.0 / math.sqrt(fan_in))
 
