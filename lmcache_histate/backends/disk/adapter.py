@@ -301,16 +301,20 @@ class HiStateDiskAdapter(L2AdapterInterface):
             Whether each key was loaded; a buffer whose key was not has undefined content.
         """
         future: Future[list[bool]] = Future()
-        self._start_load(keys, objects, future.set_result)
+        self._start_load(keys, objects, future.set_result, own=True)
         return future
 
     def _start_load(
-        self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj], done: Callable[[list[bool]], None]
+        self,
+        keys: Sequence[ObjectKey],
+        objects: Sequence[MemoryObj],
+        done: Callable[[list[bool]], None],
+        own: bool = False,
     ) -> None:
         if len(keys) != len(objects):
             raise ValueError(f"{len(keys)} keys and {len(objects)} objects must be as many")
         results = [False] * len(keys)
-        loads = [self._announce(key, obj) for key, obj in zip(keys, objects, strict=True)]
+        loads = [self._announce(key, obj, own) for key, obj in zip(keys, objects, strict=True)]
 
         def one(at: int) -> None:
             load, obj = loads[at], objects[at]
@@ -329,10 +333,10 @@ class HiStateDiskAdapter(L2AdapterInterface):
 
         self._loading.run(len(keys), one, finish)
 
-    def _announce(self, key: ObjectKey, obj: MemoryObj) -> Load | None:
+    def _announce(self, key: ObjectKey, obj: MemoryObj, own: bool) -> Load | None:
         try:
             layout = layout_of(obj.get_shapes(), obj.get_dtypes())
-            return self._store.begin_load(self._store.candidates(key.model_name, layout), _id(key))
+            return self._store.begin_load(self._store.candidates(key.model_name, layout), _id(key), own)
         except Exception:  # a miss for this key, whatever a buffer's metadata may be
             logger.exception("the load of %s cannot start; it counts as a miss", key)
             return None

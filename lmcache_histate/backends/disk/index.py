@@ -17,10 +17,12 @@ LOCK_LEASE_SECONDS = 600.0
 class Load:
     """A load that was announced: it waits, runs, or was abandoned before it ran."""
 
-    __slots__ = ("abandoned", "entry", "running")
+    __slots__ = ("abandoned", "entry", "own", "running")
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: Entry, own: bool) -> None:
         self.entry = entry
+        self.own = own
+        """Of our own code's making: no lock of LMCache's stands behind it, so unlocking says nothing about its buffer."""
         self.running = False
         self.abandoned = False
 
@@ -84,11 +86,13 @@ class Entry:
         Loads that nobody can be waiting for (no lock is left) are abandoned; those that did not start yet are gone at
         once.
         """
+        theirs = [load for load in self.loads if not load.own]
         if self.locks == 0:
-            for load in self.loads:
+            for load in theirs:
                 load.abandoned = True
-            self.loads = [load for load in self.loads if load.running]
-        return len(self.loads) <= self.locks
+                if not load.running:
+                    self.loads.remove(load)
+        return sum(not load.own for load in self.loads) <= self.locks
 
     def row(self) -> Row:
         """The entry as the catalogue keeps it."""
@@ -100,6 +104,7 @@ class Index:
 
     def __init__(self) -> None:
         self._entries: dict[Namespace, dict[ObjectId, Entry]] = {}
+        self._lingering: list[Entry] = []  # removed (damaged, vanished) while other loads of theirs still ran
         self.bytes_by_salt: dict[str, int] = {}
         """Charges of the entries, by tenant; only positive ones."""
 
@@ -132,7 +137,20 @@ class Index:
             return False
         del entries[entry.object_id]
         self._account(entry, -1)
+        if entry.loads:
+            self._lingering.append(entry)
         return True
+
+    def end_load(self, load: Load) -> None:
+        """Take a load off its entry."""
+        load.entry.loads.remove(load)
+        if not load.entry.loads and load.entry in self._lingering:
+            self._lingering.remove(load.entry)
+
+    def in_use(self, object_id: ObjectId) -> list[Entry]:
+        """Entries of an object in all namespaces, with those that are gone but still being read."""
+        self._lingering = [e for e in self._lingering if e.loads]
+        return self.of(object_id) + [e for e in self._lingering if e.object_id == object_id]
 
     def _account(self, entry: Entry | None, sign: int) -> None:
         if entry is None:

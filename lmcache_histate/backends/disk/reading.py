@@ -82,15 +82,22 @@ class Reader:
         core = self._core
         with core.mutex:
             for object_id in object_ids:
-                for entry in core.index.of(object_id):
+                for entry in core.index.in_use(object_id):
                     if entry.locks > 0:
                         entry.locks -= 1
                         if entry.loads:
                             core.loads_changed.wait_for(entry.abandon)
                         break
 
-    def begin_load(self, candidates: Sequence[Namespace], object_id: ObjectId) -> Load | None:
-        """Announce a load, so that `unlock` and deletions know of it. `None`: not there."""
+    def begin_load(self, candidates: Sequence[Namespace], object_id: ObjectId, own: bool = False) -> Load | None:
+        """Announce a load, so that `unlock` and deletions know of it.
+
+        Args:
+            own: Whether the load has nothing to do with locks that others take and give back.
+
+        Returns:
+            `None` if the object is not there.
+        """
         core = self._core
         for probe in (False, True) if core.config.shared else (False,):
             if probe:
@@ -98,7 +105,7 @@ class Reader:
             with core.mutex:
                 entry = core.index.get(candidates, object_id)
                 if entry is not None:
-                    load = Load(entry)
+                    load = Load(entry, own)
                     entry.loads.append(load)
                     return load
         return None
@@ -108,7 +115,7 @@ class Reader:
         core = self._core
         with core.mutex:
             if load in load.entry.loads:
-                load.entry.loads.remove(load)
+                core.index.end_load(load)
                 core.loads_changed.notify_all()
 
     def load(self, load: Load, payload: memoryview, valid: Callable[[], bool] = _always) -> bool:
@@ -146,7 +153,7 @@ class Reader:
             damage = f"the disk cannot read it ({e})"
         finally:
             with core.mutex:
-                entry.loads.remove(load)
+                core.index.end_load(load)
                 core.loads_changed.notify_all()
         if damage:
             self._remove_damaged(entry, damage)

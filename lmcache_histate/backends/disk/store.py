@@ -166,9 +166,9 @@ class DiskStore:
         """Give back one lock on each object (see `Reader.unlock`)."""
         self._reader.unlock(object_ids)
 
-    def begin_load(self, candidates: Sequence[Namespace], object_id: ObjectId) -> Load | None:
+    def begin_load(self, candidates: Sequence[Namespace], object_id: ObjectId, own: bool = False) -> Load | None:
         """Announce a load (see `Reader.begin_load`)."""
-        return self._reader.begin_load(candidates, object_id)
+        return self._reader.begin_load(candidates, object_id, own)
 
     def load(self, load: Load, payload: memoryview, valid: Callable[[], bool]) -> bool:
         """Run an announced load (see `Reader.load`)."""

@@ -65,7 +65,9 @@ def test_a_check_changes_nothing_and_a_repair_leaves_only_what_is_good(
     assert not any(f.repaired for f in report.findings)
     assert {p: p.stat().st_mtime_ns for p in before} == before
 
-    assert sum(n.damaged for n in fsck(root, payloads=False).namespaces) == 2  # the flipped payload bit is not looked for
+    assert (
+        sum(n.damaged for n in fsck(root, payloads=False).namespaces) == 2
+    )  # the flipped payload bit is not looked for
     repaired = fsck(root, repair=True)
     assert repaired.clean
     again = fsck(root)

@@ -257,6 +257,46 @@ def test_unlock_waits_for_a_load_whose_request_gave_up(box: Box) -> None:
     assert len(box.store.delete([oid(1)]).entries) == 1
 
 
+def test_unlock_says_nothing_about_our_own_loads(box: Box) -> None:
+    box.put(1)
+    candidates = (box.ns(),)
+    ours = box.store.begin_load(candidates, oid(1), own=True)
+    box.store.lock(candidates, [oid(1)])
+    box.store.unlock([oid(1)])
+    assert box.store.delete([oid(1)]).held == [oid(1)]
+    assert ours is not None
+    assert box.store.load(ours, aligned(10_000), lambda: True)
+    assert len(box.store.delete([oid(1)]).entries) == 1
+
+
+def test_unlock_waits_even_if_another_load_found_the_object_damaged(box: Box) -> None:
+    box.put(1)
+    candidates = (box.ns(),)
+    box.store.lock(candidates, [oid(1), oid(1)])
+    first, second = (box.store.begin_load(candidates, oid(1)) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    file = box.file(1)
+    file.write_bytes(file.read_bytes()[:-1])
+    slow = SlowIO(box.store._core.io)
+    fast, box.store._core.io = box.store._core.io, slow
+    loader = threading.Thread(target=box.store.load, args=(second, aligned(10_000), lambda: True))
+    loader.start()
+    assert slow.reading.wait(30)
+    box.store._core.io = fast
+    assert not box.store.load(first, aligned(10_000), lambda: True)
+    assert box.store.entries() == []  # removed, while the second load still reads
+    unlocker = threading.Thread(target=box.store.unlock, args=([oid(1), oid(1)],))
+    unlocker.start()
+    unlocker.join(0.2)
+    assert unlocker.is_alive()
+    slow.go_on.set()
+    unlocker.join(30)
+    loader.join(30)
+    assert not unlocker.is_alive()
+    assert box.store._core.index._lingering == []
+
+
 def test_unlock_drops_a_waiting_load_at_once_and_leaves_another_requests_load_alone(box: Box) -> None:
     box.put(1)
     candidates = (box.ns(),)
