@@ -5,8 +5,8 @@ won. So the same policy runs on a sample of the sessions with its capacity scale
 candidate, plain LRU (tau 0) among them. The candidate that recomputes least becomes the live one. Sampling whole sessions by
 hash keeps what matters about a session together (spatially hashed sampling, cf. SHARDS, Waldspurger et al., FAST '15).
 
-Cost: a sampled turn costs each shadow one look-up, one store of the new chunks and their evictions, about 10 microseconds a
-chunk; a shadow holds at most `max_chunks` chunks (some 500 bytes each), since sampling gets sparser when it is full.
+Cost: a sampled turn costs each shadow as much as it costs the real policy (a look-up, the new chunks, their evictions);
+a shadow holds at most `max_chunks` chunks (some 500 bytes each), since sampling gets sparser when it is full.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TauTuner:
     """Feeds the shadows and says which tau should be live.
 
     The estimate of each candidate is its recomputed work over the last thousand sampled turns. The live value changes
-    when another is better by `MARGIN` and by two standard errors of the paired difference: what differs less than that is
+    when another is better by `MARGIN` and by one standard error of the paired difference: what differs less than that is
     noise of the sample, and each change re-prices the whole cache.
 
     Args:
@@ -113,7 +113,7 @@ class TauTuner:
         live = self.taus.index(self.live)
         best = min(range(len(self.taus)), key=lambda i: (self._work[i], i != live))
         gain = self._work[live] - self._work[best]
-        if gain <= MARGIN * self._work[live] or gain <= 2.0 * math.sqrt(self._spread[live][best]):
+        if gain <= MARGIN * self._work[live] or gain <= math.sqrt(self._spread[live][best]):
             return None
         self.live = self.taus[best]
         return self.live
