@@ -151,7 +151,7 @@ def test_a_request_preempted_while_decoding_leaves_its_prompt_end_again(engine: 
         made.step()
     made.server.deaf = False
     before = made.count
-    assert made.scheduler.reset_prefix_cache(reset_running_requests=True)
+    made.preempt_and_lose_everything()
     made.run()
     assert made.requests["r"].num_preemptions == 1
     assert [step.end for step in made.steps["r"] if step.index > before][:2] == [448, 576]
