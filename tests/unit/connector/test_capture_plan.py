@@ -12,7 +12,7 @@ from split_model import prefill, prompt_end, step_end
 
 from lmcache_histate.connector.capture_plan import CapturePlan, CapturePlanner, last_boundary, plan_stops
 
-always_the_same = settings(derandomize=True, deadline=None, max_examples=200)
+always_the_same = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 @dataclass
