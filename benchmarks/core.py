@@ -1,6 +1,6 @@
 """Speed and memory of the pure core, against LMCache's own LRU in the same run.
 
-    python benchmarks/core.py                  # 1,000 and 10,000 and ... up to 1,000,000 units
+    python benchmarks/core.py                  # 10,000, 100,000 and 1,000,000 units
     python benchmarks/core.py --units 100000   # smaller
 
 Every session is one path of 1,000 chunks with a snapshot at every chunk (the densest case: one unit a chunk), so 1,000
