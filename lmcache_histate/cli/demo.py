@@ -64,7 +64,7 @@ def demo(
     reference = runs[0]
     verdicts = {run.backend: compare_outputs(run.requests, reference.requests) for run in runs[1:]}
     _show(console, runs, verdicts, output, seed, time.monotonic() - started)
-    if any(verdict.wrong for verdict in verdicts.values()):
+    if (own := verdicts.get("histate")) is not None and own.wrong:
         raise typer.Exit(1)
 
 

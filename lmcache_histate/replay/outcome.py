@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-LOGPROB_TOLERANCE = 0.35
-"""How far two log-probabilities (nats) may lie apart and still be rounding.
+LOGPROB_TOLERANCE = 0.9
+"""How far two log-probabilities (nats) may lie apart and still be rounding, for the default tiny model.
 
-vLLM's kernels round differently when prefill steps end elsewhere. Over 50 prompts of 1,500 to 4,500 tokens resumed at
-random block boundaries of the tiny model, the largest difference of any vocabulary entry was 0.13; resuming from
-another prompt's state moved some entry by at least 0.56 at the first token, 2.6 in the median.
+Restoring what was prefilled is next to exact there (largest difference 0.08 over a whole workload). Restoring the KV and
+the state that *decoding* wrote is not: vLLM decodes with other kernels than it prefills with, and the difference
+reached 0.5 to 0.6 over 50 answers. A state of another prompt moved some token by at least 1.2, and by 4 in the median.
 """
 
 

@@ -126,14 +126,14 @@ def test_any_number_in_flight_keeps_the_order_within_sessions(spec, in_flight, s
     waiting, running, done = list(script), [], []
     transcripts = Transcripts()
     while waiting or running:
-        busy = {step.session for step in running}
+        busy = {step.session for step, _ in running}
         step = ready_steps(waiting, busy)
         if step is not None and len(running) < in_flight:
             waiting.remove(step)
-            running.append(step)
+            running.append((step, transcripts.prompt(step)))
             continue
-        step = running.pop(source.randrange(len(running)))
-        transcripts.answered(step, transcripts.prompt(step), [7] * step.answer_tokens)
+        step, prompt = running.pop(source.randrange(len(running)))
+        transcripts.answered(step, prompt, [7] * step.answer_tokens)
         done.append(step)
     assert sorted(step.index for step in done) == [step.index for step in script]
     for name in {step.session for step in script}:
