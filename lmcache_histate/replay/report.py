@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from lmcache_histate.replay.outcome import RequestOutcome, RunOutcome, Verdict
@@ -93,13 +94,11 @@ def main_table(runs: Sequence[RunOutcome], titles: Mapping[str, str], verdicts: 
         titles: Words for each back end.
         verdicts: Of every run but the reference.
     """
-    table = Table(title="Scripted agent workload")
-    table.add_column("")
-    for heading in ("requests", "prompt tokens", "hit", "recomputed", "hit rate"):
-        table.add_column(heading, justify="right")
-    for heading in ("TTFT mean", "p50", "p99"):
-        table.add_column(heading, justify="right")
-    table.add_column("wrong outputs", justify="right")
+    table = Table(title="Scripted agent workload: prompt tokens; time to first token (TTFT) in ms", box=SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    headings = ("requests", "tokens", "hit", "recomputed", "mean", "p50", "p99", "wrong\noutputs")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
     for run in runs:
         summary = summarize(run.requests)
         verdict = verdicts.get(run.backend)
@@ -109,11 +108,8 @@ def main_table(runs: Sequence[RunOutcome], titles: Mapping[str, str], verdicts: 
             f"{summary.prompt_tokens:,}",
             f"{summary.hit_tokens:,}",
             f"{summary.recomputed_tokens:,}",
-            f"{summary.hit_rate:.1%}",
-            _milliseconds(summary.mean_ttft_s),
-            _milliseconds(summary.p50_ttft_s),
-            _milliseconds(summary.p99_ttft_s),
-            "reference" if verdict is None else _wrong(verdict),
+            *(_milliseconds(time) for time in (summary.mean_ttft_s, summary.p50_ttft_s, summary.p99_ttft_s)),
+            "reference" if verdict is None else f"{len(verdict.wrong):,}",
         )
     return table
 
@@ -125,7 +121,7 @@ def kind_table(runs: Sequence[RunOutcome], titles: Mapping[str, str]) -> Table:
         runs: The runs.
         titles: Words for each back end.
     """
-    table = Table(title="By kind of request: tokens recomputed, mean TTFT")
+    table = Table(title="By kind of request: tokens recomputed, mean TTFT in ms", box=SIMPLE_HEAD)
     table.add_column("")
     table.add_column("requests", justify="right")
     for run in runs:
@@ -137,7 +133,7 @@ def kind_table(runs: Sequence[RunOutcome], titles: Mapping[str, str]) -> Table:
         cells = []
         for requests in members:
             summary = summarize(requests)
-            cells.append(f"{summary.recomputed_tokens:,}  {_milliseconds(summary.mean_ttft_s):>8}")
+            cells.append(f"{summary.recomputed_tokens:,} {_milliseconds(summary.mean_ttft_s):>6}")
         table.add_row(kind.value, f"{len(members[0]):,}", *cells)
     return table
 
@@ -211,12 +207,7 @@ def save_plot(runs: Sequence[RunOutcome], titles: Mapping[str, str], path: Path)
 
 
 def _milliseconds(seconds: float) -> str:
-    return "-" if math.isnan(seconds) else f"{seconds * 1000:,.0f} ms"
-
-
-def _wrong(verdict: Verdict) -> str:
-    note = f" ({len(verdict.rounding)} rounding)" if verdict.rounding else ""
-    return f"{len(verdict.wrong)}{note}"
+    return "-" if math.isnan(seconds) else f"{seconds * 1000:,.0f}"
 
 
 def _summary_json(requests: Sequence[RequestOutcome]) -> dict[str, float]:

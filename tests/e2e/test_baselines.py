@@ -12,7 +12,7 @@ from lmcache_histate.replay.workload import MINIATURE, make_script
 pytestmark = pytest.mark.engine
 
 # A pool for hardly more than one conversation, so that the second back end has something to restore.
-CAPACITY = Capacity(pool_blocks=60, memory_bytes=256 << 20, disk_bytes=256 << 20)
+CAPACITY = Capacity(pool_blocks=36, memory_bytes=256 << 20, disk_bytes=256 << 20)
 
 
 def test_stock_lmcache_restores_what_the_pool_lost_and_answers_alike(engine_settings: EngineSettings, tmp_path: Path):

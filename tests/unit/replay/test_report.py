@@ -20,7 +20,7 @@ def run(name, hit=60):
 
 
 def text(table):
-    console = Console(file=io.StringIO(), width=200)
+    console = Console(file=io.StringIO(), width=80)
     console.print(table)
     return console.file.getvalue()
 
@@ -50,9 +50,9 @@ def test_the_main_table_names_every_back_end_and_its_wrong_outputs():
     shown = text(report.main_table([run("a"), run("b", hit=80)], TITLES, verdicts))
     assert "Back end A" in shown
     assert "reference" in shown
-    assert "1 (1 rounding)" in shown
-    assert "160" in shown
-    assert "80.0%" in shown
+    row = next(line for line in shown.splitlines() if "Back end B" in line)
+    assert row.split()[-9:] == ["B", "4", "400", "320", "80", "250", "200", "400", "1"]
+    assert "…" not in shown
 
 
 def test_the_kind_table_leaves_out_kinds_that_do_not_occur():
