@@ -82,7 +82,12 @@ class MoveEnded:
     results: Sequence[Put]
 
 
-StoreEvent = ObjectsChanged | Looked | Chained | SnapshotsReplaced | MoveEnded
+@dataclass(frozen=True)
+class AllocationFailed:
+    """CPU memory had no room for a store or for what was read back."""
+
+
+StoreEvent = ObjectsChanged | Looked | Chained | SnapshotsReplaced | MoveEnded | AllocationFailed
 
 
 class EventQueue:
@@ -165,18 +170,22 @@ class LowerTierListener(L2AdapterListener):
         self._queue.put(ObjectsChanged(Change.REMOVED, self._tier, tuple(keys), time.monotonic()))
 
 
-class ChainSubscriber(EventSubscriber):
-    """Learns parents and positions of stored chunks from ``MP_TOKENS``.
+class BusSubscriber(EventSubscriber):
+    """Learns parents and positions of stored chunks (``MP_TOKENS``), and that a store found no room.
 
-    LMCache's bus is bounded and drops, so this is a hint: a chunk whose place was lost gets it at its next lookup.
+    LMCache's bus is bounded and drops, so both are hints: a chunk whose place was lost gets it at its next lookup, and the
+    watermarks work without being told.
     """
 
     def __init__(self, queue: EventQueue) -> None:
         self._queue = queue
 
     def get_subscriptions(self) -> dict[EventType, EventCallback]:
-        """One event type."""
-        return {EventType.MP_TOKENS: self._on_tokens}
+        """Event type -> what to do."""
+        return {
+            EventType.MP_TOKENS: self._on_tokens,
+            EventType.L1_ALLOCATION_FAILED: lambda _: self._queue.put(AllocationFailed()),
+        }
 
     def register(self, bus: EventBus) -> None:
         """Subscribe on ``bus``."""

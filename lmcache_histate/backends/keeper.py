@@ -19,6 +19,7 @@ from lmcache_histate.backends.chains import Chains, Link
 from lmcache_histate.backends.compat import StorageParts
 from lmcache_histate.backends.disk.adapter import HiStateDiskAdapter
 from lmcache_histate.backends.events import (
+    AllocationFailed,
     Chained,
     Change,
     EventQueue,
@@ -32,6 +33,7 @@ from lmcache_histate.backends.layout import Layouts, ModelLayout, Namespace, nam
 from lmcache_histate.backends.mover import Mover
 from lmcache_histate.backends.room import DISK_HEADROOM, RoomMaker
 from lmcache_histate.config import Config
+from lmcache_histate.geometry import GIB
 from lmcache_histate.protocol import PlacementFacts
 from lmcache_histate.scorer.policy import CachePolicy
 from lmcache_histate.scorer.settings import PolicySettings
@@ -44,6 +46,8 @@ logger = init_logger(__name__)
 
 IDLE_SECONDS = 0.5
 """How long the thread sleeps when nothing happens."""
+MAX_LOGGED_ERRORS = 20
+"""Errors written to the log one by one; all are counted."""
 SETTLE_SECONDS = 0.5
 """A snapshot that was overtaken waits this long before it moves to disk: the connector may just be dropping it."""
 
@@ -91,7 +95,9 @@ class Keeper:
             capacities,
         )
         self._chains = Chains(disk, chunk_tokens)
-        self._mover = Mover(parts, disk, queue) if disk is not None else None
+        self._mover = (
+            Mover(parts, disk, queue, settings.max_disk_writes_per_day * GIB or None) if disk is not None else None
+        )
         self._room = RoomMaker(
             self.policy,
             parts,
@@ -161,13 +167,14 @@ class Keeper:
         for event in events:
             try:
                 self._apply(event)
-            except ValueError as error:
+            except Exception as error:
                 self._counts["errors"] += 1
-                logger.warning("HiState ignores an event that contradicts what it knows: %s", error)
+                if self._counts["errors"] <= MAX_LOGGED_ERRORS:
+                    logger.warning("HiState ignores an event that contradicts what it knows: %s", error, exc_info=True)
         now = time.monotonic()
         self._demote_overtaken(now)
-        self._room.make_room(now)
-        for model in {(namespace.model_name, namespace.world_size) for namespace in self._registered}:
+        self._room.make_room(now, urgent=any(isinstance(event, AllocationFailed) for event in events))
+        for model in self._facts:
             layout = self._layouts.find(*model)
             if layout is not None:
                 self._facts[model] = self._describe(layout, now)
@@ -191,7 +198,7 @@ class Keeper:
         elif isinstance(event, MoveEnded):
             if self._mover is not None:
                 self._mover.ended(event, time.monotonic())
-        else:
+        elif isinstance(event, SnapshotsReplaced):
             self._snapshots_replaced(event)
 
     def _register(self, namespace: Namespace) -> ModelLayout | None:
@@ -203,6 +210,8 @@ class Keeper:
             geometry = layout.geometry(self._chunk_tokens)
             self.policy.add_namespace(namespace.name, geometry)
             self._registered[namespace] = self.policy.tree.add_namespace(namespace.name, geometry)
+            model = namespace.model_name, namespace.world_size
+            self._facts.setdefault(model, self._describe(layout, time.monotonic()))
         return layout
 
     def _link(self, links: Iterable[Link], now: float) -> None:
@@ -284,18 +293,24 @@ class Keeper:
                 self._overtaken.append((now + SETTLE_SECONDS, namespace, tree.hashes[other]))
 
     def _demote_overtaken(self, now: float) -> None:
-        """Write historical snapshots to disk and let CPU memory go of them. O(snapshots that became historical)."""
-        while self._overtaken and self._overtaken[0][0] <= now:
-            _, namespace, chunk_hash = self._overtaken.popleft()
-            tree = self.policy.tree
+        """Write historical snapshots to disk and let CPU memory go of them. O(snapshots that became historical).
+
+        As many as may be on their way at a time; the rest waits. What the day's write budget does not hold stays in CPU
+        memory, to be evicted in its turn.
+        """
+        tree = self.policy.tree
+        while self._mover is not None and self._overtaken and self._overtaken[0][0] <= now:
+            _, namespace, chunk_hash = self._overtaken[0]
             node = self._node(namespace, chunk_hash)
-            if node == NO_NODE:
-                continue
             self.policy.order.settle()
-            if tree.unit_kind[Tier.CPU][node] != UnitKind.SNAPSHOT:
-                continue
-            objects = tree.objects(node, Kind.SNAPSHOT, Tier.CPU)
-            self._counts["demoted_snapshots"] += self._room.move_down(namespace, objects) > 0
+            if node != NO_NODE and tree.unit_kind[Tier.CPU][node] == UnitKind.SNAPSHOT:
+                objects = tree.objects(node, Kind.SNAPSHOT, Tier.CPU)
+                nbytes = sum(entry.nbytes for entry in objects)
+                if not self._mover.has_room(nbytes, now) and self._mover.within_budget(nbytes, now):
+                    return
+                if self._mover.within_budget(nbytes, now):
+                    self._counts["demoted_snapshots"] += self._room.move_down(namespace, objects) > 0
+            self._overtaken.popleft()
 
     def drop_snapshots(self, namespace: Namespace, chunk_hashes: Sequence[bytes]) -> None:
         """The connector says that these snapshots were replaced. Called on a request thread; only queues."""

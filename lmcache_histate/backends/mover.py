@@ -11,14 +11,17 @@ from lmcache.v1.distributed.error import L1Error
 
 from lmcache_histate.backends.compat import StorageParts
 from lmcache_histate.backends.disk.adapter import HiStateDiskAdapter
-from lmcache_histate.backends.disk.record import Place
 from lmcache_histate.backends.disk.core import Put
+from lmcache_histate.backends.disk.record import Place
 from lmcache_histate.backends.events import EventQueue, MoveEnded
 
 logger = init_logger(__name__)
 
 IN_FLIGHT_SHARE = 8
 """At most this fraction (one over it) of CPU memory is being written at a time: what waits for the disk frees nothing."""
+DAY_SECONDS = 86_400.0
+BURST_SECONDS = 3_600.0
+"""Unused write budget is saved up for this long."""
 PAUSE_SECONDS = 1.0
 """No moves for this long after the disk refused one; victims are deleted meanwhile."""
 
@@ -30,21 +33,37 @@ class Mover:
         parts: LMCache's storage manager and controllers.
         disk: The disk tier.
         queue: Receives ``MoveEnded``.
+        bytes_per_day: What may be written a day, or None without a limit.
     """
 
-    def __init__(self, parts: StorageParts, disk: HiStateDiskAdapter, queue: EventQueue) -> None:
+    def __init__(
+        self, parts: StorageParts, disk: HiStateDiskAdapter, queue: EventQueue, bytes_per_day: float | None = None
+    ) -> None:
         self._parts = parts
         self._disk = disk
         self._queue = queue
         self._limit = parts.manager.get_l1_usage()[1] // IN_FLIGHT_SHARE
         self._in_flight: dict[ObjectKey, int] = {}
         self._paused_until = float("-inf")
+        self._rate = None if bytes_per_day is None else bytes_per_day / DAY_SECONDS
+        self._allowance = 0.0 if self._rate is None else self._rate * BURST_SECONDS
+        self._allowed_at: float | None = None
         self.bytes_in_flight = 0
         self.counts = dict.fromkeys(("moved_to_disk", "bytes_moved_to_disk", "failed_moves"), 0)
 
     def has_room(self, nbytes: int, now: float) -> bool:
         """Whether a move of ``nbytes`` may start now. O(1)."""
         return now >= self._paused_until and self.bytes_in_flight + nbytes <= self._limit
+
+    def within_budget(self, nbytes: int, now: float) -> bool:
+        """Whether the day's write budget holds ``nbytes`` more. O(1)."""
+        if self._rate is None:
+            return True
+        if self._allowed_at is not None:
+            saved = self._allowance + (now - self._allowed_at) * self._rate
+            self._allowance = min(saved, self._rate * BURST_SECONDS)
+        self._allowed_at = now
+        return nbytes <= self._allowance
 
     def move(self, keys: Sequence[ObjectKey], place_of: Callable[[ObjectKey], Place]) -> int:
         """Start moving objects; those that are on their way already, or gone, are passed over. O(objects).
@@ -65,6 +84,7 @@ class Mover:
         sizes = [int(obj.get_size()) for obj in objects]
         self._in_flight.update(zip(moving, sizes, strict=True))
         self.bytes_in_flight += sum(sizes)
+        self._allowance -= sum(sizes)
         future = self._disk.put(moving, objects, [place_of(key) for key in moving])
         future.add_done_callback(lambda done: self._queue.put(MoveEnded(moving, done.result())))
         return sum(sizes)

@@ -65,18 +65,23 @@ class RoomMaker:
         """Bytes that the disk tier holds; 0 without one."""
         return int(self._disk.get_usage().total_bytes_used) if self._disk is not None else 0
 
-    def make_room(self, now: float) -> None:
-        """One round for each tier. O(victims), and nothing when neither tier is short."""
-        self._make_room_in_cpu(now)
+    def make_room(self, now: float, urgent: bool = False) -> None:
+        """One round for each tier. O(victims), and nothing when neither tier is short.
+
+        Args:
+            now: Seconds, monotonic.
+            urgent: A store has just found no room, whatever the watermarks say.
+        """
+        self._make_room_in_cpu(now, urgent)
         self._make_room_on_disk(now)
 
     # CPU memory
 
-    def _make_room_in_cpu(self, now: float) -> None:
+    def _make_room_in_cpu(self, now: float, urgent: bool) -> None:
         used, total = self._parts.manager.get_l1_usage()
         leaving = self._mover.bytes_in_flight if self._mover is not None else 0
         excess = 0.0
-        if used - leaving > self._high * total:
+        if urgent or used - leaving > self._high * total:
             excess = used - leaving - self._low * total
         if used > CRITICAL * total:
             excess = max(excess, used - self._high * total)
@@ -87,13 +92,14 @@ class RoomMaker:
             if victim is None:
                 return
             moved = self._move_victim(victim, now)
-            excess -= moved or self._delete_victim(victim)
+            excess -= moved or self._delete_victim(victim, now)
 
     def _move_victim(self, victim: Victim, now: float) -> int:
         """Start moving a victim to disk, if it is worth its place there; returns the bytes that will leave."""
-        if self._mover is None or not self._mover.has_room(victim.nbytes, now):
+        mover = self._mover
+        if mover is None or not (mover.has_room(victim.nbytes, now) and mover.within_budget(victim.nbytes, now)):
             return 0
-        free = self._disk_limit - self.disk_bytes() - self._mover.bytes_in_flight
+        free = self._disk_limit - self.disk_bytes() - mover.bytes_in_flight
         if not self._policy.worth_moving(victim, Tier.DISK, free):
             return 0
         return self.move_down(Namespace.of_name(victim.namespace), victim.objects)
@@ -109,7 +115,7 @@ class RoomMaker:
             lambda key: self._chains.place_of(self._policy.tree, space, key, layout.group_kinds),
         )
 
-    def _delete_victim(self, victim: Victim) -> int:
+    def _delete_victim(self, victim: Victim, now: float) -> int:
         """Delete a victim and what it strands, in both tiers; returns the bytes freed in its own.
 
         Locked objects are passed over: what depends on them stays, and the unit is offered again later.
@@ -127,6 +133,9 @@ class RoomMaker:
         if locked and victim.tier is Tier.CPU:
             return 0
         self.counts["evicted_from_disk"] += self._delete_on_disk(on_disk)
+        if not locked:
+            # Not left to the events that follow: the next victim of this round may be what this one has uncovered.
+            self._policy.discard(victim, now)
         return victim.nbytes
 
     def delete(self, keys: Sequence[ObjectKey]) -> int:
@@ -147,7 +156,7 @@ class RoomMaker:
             victim = self._policy.next_victim(Tier.DISK, now)
             if victim is None:
                 return
-            excess -= self._delete_victim(victim)
+            excess -= self._delete_victim(victim, now)
 
     def _delete_on_disk(self, keys: Sequence[ObjectKey]) -> int:
         return len(self._disk.delete_keys(keys).deleted) if self._disk is not None and keys else 0

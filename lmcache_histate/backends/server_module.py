@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
 from lmcache.logging import init_logger
+from lmcache.v1.mp_observability.otel_init import register_gauge
 from lmcache.v1.multiprocess.ext_server_module import ExtServerModuleBuildContext, server_module_handler
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
 from lmcache_histate import __version__
 from lmcache_histate.backends import compat
 from lmcache_histate.backends.arguments import forget_secrets
-from lmcache_histate.backends.events import ChainSubscriber, CpuListener, EventQueue, LowerTierListener
+from lmcache_histate.backends.events import BusSubscriber, CpuListener, EventQueue, LowerTierListener
 from lmcache_histate.backends.keeper import Keeper
 from lmcache_histate.backends.layout import Layouts, Namespace, namespace_of
 from lmcache_histate.backends.policies import HiStatePrefetchPolicy, HiStateStorePolicy
@@ -91,7 +93,12 @@ class HiStateServerModule:
         for descriptor, adapter in adapters:
             tier = Tier.DISK if disk is not None and descriptor.index == disk[0].index else Tier.REMOTE
             adapter.register_listener(LowerTierListener(self._queue, tier))
-        context.event_bus.register_subscriber(ChainSubscriber(self._queue))
+        context.event_bus.register_subscriber(BusSubscriber(self._queue))
+        for name, value in self._keeper.status().items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                register_gauge(
+                    "histate", f"histate.{name}", f"HiState: {name.replace('_', ' ')}.", partial(self._figure, name)
+                )
         self._keeper.start()
         logger.info(
             "HiState %s: interval %s, eviction %s, disk %s",
@@ -109,6 +116,9 @@ class HiStateServerModule:
     def report_status(self) -> dict[str, Any]:
         """What LMCache's ``/status`` shows of this module."""
         return {"histate": {"version": __version__, **self._keeper.status()}}
+
+    def _figure(self, name: str) -> float:
+        return float(self._keeper.status()[name])
 
     def close(self) -> None:
         """Stop the controller's thread."""

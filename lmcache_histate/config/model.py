@@ -134,6 +134,11 @@ class HiStateSettings(_Settings):
         description="Also write KV and final snapshots to local_disk when they are stored, so that a crash of the "
         "server loses nothing. Costs disk bandwidth and disk space.",
     )
+    max_disk_writes_per_day: Annotated[float, BeforeValidator(values.parse_gib)] = Field(
+        default=0.0,
+        description="What may be moved from CPU memory to local_disk in a day, in GiB or with a unit, to spare the SSD; "
+        "beyond it, what leaves CPU memory is deleted. 0: no limit. Writes of write_through are not counted.",
+    )
     save_answers: Flag = Field(
         default=True,
         description="Also cache generated tokens, which an agent's next prompt contains "

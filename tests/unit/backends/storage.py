@@ -23,8 +23,8 @@ from lmcache_histate.config import Config
 CHUNK = 64
 MODEL = "tiny"
 KV_GROUP, STATE_GROUP = 0, 1
-KV_SHAPE, STATE_SHAPE = torch.Size([2, 2, CHUNK, 128]), torch.Size([3, 1, 1, 32768])
-"""64 KiB of KV a chunk, 192 KiB a snapshot: a snapshot weighs as much as three chunks (192 tokens)."""
+KV_SHAPE, STATE_SHAPE = torch.Size([2, 2, CHUNK, 128]), torch.Size([1, 1, 1, 32768])
+"""64 KiB of KV a chunk, as much a snapshot: with unlike sizes, an arena of a few MiB runs out of large enough holes."""
 
 
 def kv_bytes() -> int:

@@ -70,6 +70,7 @@ def test_a_full_cpu_tier_makes_room_instead_of_dropping_stores(start: Callable[.
     last: list[bytes] = []
     for number in range(24):
         path = chunk_hashes(f"s{number}", 32)
+        storage.lookup(path)  # as every request does: the order of its chunks is known from here on
         for begin in range(0, 32, 8):
             stored = storage.store(path, begin, begin + 8, snapshots=[begin + 7])
             if len(stored) < 9:
@@ -89,6 +90,7 @@ def test_cold_kv_goes_to_disk_and_serves_a_late_hit(start: Callable[..., Storage
     storage.store(first, 0, 16, snapshots=[7, 15])
     for number in range(16):
         path = chunk_hashes(f"s{number}", 32)
+        storage.lookup(path)
         for begin in range(0, 32, 8):
             storage.store(path, begin, begin + 8, snapshots=[begin + 7])
             eventually(storage.has_room)
@@ -117,6 +119,7 @@ def test_without_a_disk_the_cheapest_units_are_deleted(start: Callable[..., Stor
     storage = start(cpu_gib=8 * MIB, disk=False, eviction="lru")
     for number in range(12):
         path = chunk_hashes(f"s{number}", 16)
+        storage.lookup(path)
         storage.store(path, 0, 8, snapshots=[7])
         storage.store(path, 8, 16, snapshots=[15])
         eventually(storage.has_room)
@@ -182,6 +185,39 @@ def test_replaced_snapshots_of_an_answer_are_dropped(start: Callable[..., Storag
 def test_placement_facts_follow_the_model(start: Callable[..., Storage]) -> None:
     storage = start()
     facts = storage.keeper.placement_facts("tiny", 1)
-    assert facts.snapshot_tokens == 192
+    assert facts.snapshot_tokens == 64
     assert facts.residence_ratio == 1.0
     assert kv_bytes() == 64 * 1024
+
+
+def test_the_write_budget_slows_demotion_first(start: Callable[..., Storage]) -> None:
+    hour = 24 * 4 * MIB  # 4 MiB an hour
+    storage = start(cpu_gib=16 * MIB, eviction="lru", max_disk_writes_per_day=hour)
+    for number in range(16):
+        path = chunk_hashes(f"s{number}", 32)
+        storage.lookup(path)
+        for begin in range(0, 32, 8):
+            storage.store(path, begin, begin + 8, snapshots=[begin + 7])
+            eventually(storage.has_room)
+    status = storage.module.report_status()["histate"]
+    assert 0 < status["bytes_moved_to_disk"] <= 4 * 2**20 + 2**18
+    assert status["evicted_from_cpu"] > 0
+    assert storage.lookup(path) == 32
+
+
+def test_a_lookup_that_finds_nothing_costs_nothing_and_leaves_nothing(start: Callable[..., Storage]) -> None:
+    storage = start()
+    assert storage.lookup(chunk_hashes("nobody", 50)) == 0
+    assert eventually(lambda: storage.module.report_status()["histate"]["lookups"] == 1)
+    assert storage.manager.get_l1_usage()[0] == 0
+
+
+def test_removed_behind_our_back_is_noticed(start: Callable[..., Storage]) -> None:
+    storage = start()
+    path = chunk_hashes("a", 8)
+    keys = storage.store(path, 0, 8, snapshots=[7])
+    assert eventually(lambda: len(storage.keeper.policy.tree) == 8)
+    storage.manager.delete_l1_keys(keys[:4])
+    assert storage.lookup(path) == 0
+    storage.manager.clear(force=True)
+    assert eventually(lambda: storage.keeper.policy.tree.tier_bytes[0] == 0)
