@@ -49,7 +49,7 @@ def test_the_main_table_names_every_back_end_and_its_wrong_outputs():
     verdicts = {"b": Verdict(equal=2, rounding=(1,), wrong=(3,), largest_difference=2.0)}
     shown = text(report.main_table([run("a"), run("b", hit=80)], TITLES, verdicts))
     assert "Back end A" in shown
-    assert "reference" in shown
+    assert "ref." in shown
     row = next(line for line in shown.splitlines() if "Back end B" in line)
     assert row.split()[-9:] == ["B", "4", "400", "320", "80", "250", "200", "400", "1"]
     assert "…" not in shown
