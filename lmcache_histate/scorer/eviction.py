@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +68,17 @@ class Victim:
     stranded: list[CacheObject]
 
 
+class Offer(NamedTuple):
+    """A unit that was named as a victim and waits outside of its queue; one that has changed since is another unit."""
+
+    until: float
+    """When it is queued again, in seconds."""
+    kind: int
+    nbytes: int
+    last_resort: bool
+    """It was an orphan that had not waited `orphan_s` yet."""
+
+
 class EvictionOrder:
     """The order of victims in every managed tier.
 
@@ -75,7 +87,8 @@ class EvictionOrder:
         reach: expected hits.
         cost: prices.
         tau: seconds; 0 is least recently used.
-        orphan_s: seconds that an orphan may wait for what it lacks before it goes ahead of everything.
+        orphan_s: seconds that an orphan may wait for what it lacks. Until then it stays while the tier holds anything
+            else; after that it goes ahead of everything.
         offer_again_s: seconds until a victim that was offered and is still there is offered again.
     """
 
@@ -91,8 +104,10 @@ class EvictionOrder:
         self._queues = [FloorQueue() for _ in MANAGED]
         self._orphans = [FloorQueue() for _ in MANAGED]
         # Offered units stay out of the queue for a while: a locked one costs its next scan nothing.
-        self._offered: list[dict[int, float]] = [{} for _ in MANAGED]
+        self._offered: list[dict[int, Offer]] = [{} for _ in MANAGED]
         self._offers: list[deque[tuple[float, int]]] = [deque() for _ in MANAGED]
+        # How many of them are no last resort: while there is one, fresh orphans are not offered.
+        self._leaving = [0 for _ in MANAGED]
 
     # -- told by the tree (this object is its watcher) --------------------------------------------------------------
 
@@ -111,9 +126,8 @@ class EvictionOrder:
     def freed(self, node: int) -> None:
         """`node`'s id may be reused."""
         self._reach.freed(node)
-        for offered in self._offered:
-            if node in offered:
-                del offered[node]
+        for tier in MANAGED:
+            self._withdraw(node, tier)
 
     def grown(self, nodes: int) -> None:
         """There are `nodes` more ids."""
@@ -203,10 +217,11 @@ class EvictionOrder:
 
     def _requeue(self, node: int, tier: Tier, priced: bool = True) -> None:
         kind = self._tree.unit_kind[tier][node]
-        if node in self._offered[tier]:
-            if kind != UnitKind.NONE:
+        offer = self._offered[tier].get(node)
+        if offer is not None:
+            if offer.kind == kind and offer.nbytes == self._tree.unit_bytes[tier][node]:
                 return
-            del self._offered[tier][node]
+            self._withdraw(node, tier)
         if kind == UnitKind.ORPHAN:
             self._queues[tier].discard(node)
             self._orphans[tier].set(node, self._tree.last_access[node])
@@ -273,8 +288,12 @@ class EvictionOrder:
     def next_victim(self, tier: Tier, now: float) -> Victim | None:
         """The unit that should leave `tier` first, None when nothing in it can be evicted.
 
-        Expired orphans come first, then the lowest H, then orphans that still wait. A victim is offered once and again
-        only after `offer_again_s`, so a locked one is passed over without a scan. O(log n + what is listed), amortised.
+        Orphans that waited `orphan_s` come first, then the lowest H. A victim is offered once and again only after
+        `offer_again_s`, or when it has changed, so a locked one is passed over without a scan. Fresh orphans are what is
+        being stored right now: they are offered only when the tier holds nothing else, victims that were offered and
+        are still there included; then the one that was stored to longest ago first, from its tail.
+
+        O(log n + what is listed), amortised.
         """
         self.settle()
         self._take_back(tier, now)
@@ -284,7 +303,9 @@ class EvictionOrder:
         best = self._lowest(tier)
         if best is not None:
             return self._offer(best[0], tier, best[1], now)
-        return self._offer(orphan, tier, -ABSENT, now) if orphan is not None else None
+        if orphan is None or self._leaving[tier]:
+            return None
+        return self._offer(orphan, tier, -ABSENT, now, last_resort=True)
 
     def lowest_value(self, tier: Tier) -> float:
         """H of the next victim of `tier` that is no orphan, infinite if there is none. O(log n) amortised."""
@@ -310,31 +331,39 @@ class EvictionOrder:
             queue.set(node, accessed)
         return None
 
-    def _offer(self, node: int, tier: Tier, value: float, now: float) -> Victim:
+    def _offer(self, node: int, tier: Tier, value: float, now: float, last_resort: bool = False) -> Victim:
         tree = self._tree
         self._queues[tier].discard(node)
         self._orphans[tier].discard(node)
         until = now + self._offer_again_s
-        self._offered[tier][node] = until
+        kind, nbytes = tree.unit_kind[tier][node], tree.unit_bytes[tier][node]
+        self._offered[tier][node] = Offer(until, kind, nbytes, last_resort)
         self._offers[tier].append((until, node))
+        self._leaving[tier] += not last_resort
         loss = tree.loss(node, tier)
         return Victim(
             namespace=tree.namespaces[tree.space[node]].name,
             tier=tier,
-            kind=UnitKind(tree.unit_kind[tier][node]),
+            kind=UnitKind(kind),
             node=node,
             position=tree.position[node],
             value=value,
-            nbytes=tree.unit_bytes[tier][node],
+            nbytes=nbytes,
             backed=bool(tree.unit_backed[tier][node]),
             objects=loss.objects,
             stranded=loss.stranded,
         )
 
+    def _withdraw(self, node: int, tier: Tier) -> None:
+        """`node` is no longer on offer, if it was."""
+        offer = self._offered[tier].pop(node, None)
+        if offer is not None:
+            self._leaving[tier] -= not offer.last_resort
+
     def _take_back(self, tier: Tier, now: float) -> None:
         offers, offered = self._offers[tier], self._offered[tier]
         while offers and offers[0][0] <= now:
             until, node = offers.popleft()
-            if offered.get(node) == until:
-                del offered[node]
+            if node in offered and offered[node].until == until:
+                self._withdraw(node, tier)
                 self._requeue(node, tier)

@@ -276,7 +276,9 @@ class CachePolicy:
         """The unit that should leave `tier` first (CPU or DISK), None if nothing can. O(log n + objects), amortised.
 
         It stays in the tree until `discard`, `moved` or `removed` says otherwise. Whether or not it is taken, it is not
-        offered again for `offer_again_s`: a caller that finds it locked just asks for the next one.
+        offered again for `offer_again_s`: a caller that finds it locked just asks for the next one. None does not mean
+        that the tier is empty: what is being stored right now (a fresh orphan) is kept while victims that were offered
+        are still there. Ask again once their removal was reported, or after `offer_again_s`.
         """
         return self.order.next_victim(tier, now)
 

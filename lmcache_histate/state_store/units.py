@@ -7,7 +7,7 @@ Within one tier, the objects of the tree fall into
   where another path shares them, with the snapshot at their end. After it went, the stretch before it is the next
   bundle, so a cold session unravels from its tail.
 - *orphans*: bytes from which nothing can be restored (yet): KV with no snapshot after it, a snapshot whose KV is not
-  whole, one rank without its siblings. They wait a while for what is missing and then go first, deepest first.
+  whole, one rank without its siblings. They wait a while for what is missing, last in line, and then go first; deepest first.
 
 At most one unit is anchored at a node, per tier. KV that several paths share, and KV before an intermediate snapshot,
 is in no unit until what depends on it has left the tier.

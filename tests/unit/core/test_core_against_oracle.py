@@ -1,6 +1,6 @@
 """Random sequences of everything that can happen, checked against the definitions worked out from nothing.
 
-`HISTATE_STEPS=long pytest tests/unit/core` runs thousands of steps instead of hundreds.
+`TEST_STEPS=long pytest tests/unit/core` runs thousands of steps instead of hundreds.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from lmcache_histate.scorer.settings import PolicySettings
 from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
 from lmcache_histate.state_store.units import UnitKind
 
-LONG = os.environ.get("HISTATE_STEPS") == "long"
+LONG = os.environ.get("TEST_STEPS") == "long"
 BLOCK = 64
+ORPHAN_S = 10.0
 SIZE = {Kind.KV: 1000, Kind.SNAPSHOT: 1500}
 
 # A few long paths that part in the middle, and their prefixes: forks, rewinds and shared stretches are then the rule.
@@ -41,11 +42,19 @@ class CoreMachine(RuleBasedStateMachine):
         cost_unit=st.sampled_from(["tokens", "ms"]),
         tau=st.sampled_from([0.0, 5.0, 50.0]),
         eager=st.booleans(),
+        offer_again_s=st.sampled_from([0.0, 5.0]),
     )
-    def begin(self, ranks: int, refresh: str, placement: str, cost_unit: str, tau: float, eager: bool) -> None:
+    def begin(
+        self, ranks: int, refresh: str, placement: str, cost_unit: str, tau: float, eager: bool, offer_again_s: float
+    ) -> None:
         geometry = CacheGeometry(BLOCK, SIZE[Kind.KV] * ranks / BLOCK, SIZE[Kind.SNAPSHOT] * ranks, ranks)
         choice = PolicySettings(
-            refresh=refresh, placement=placement, cost_unit=cost_unit, tau=tau, offer_again_s=0.0, orphan_s=10.0
+            refresh=refresh,
+            placement=placement,
+            cost_unit=cost_unit,
+            tau=tau,
+            offer_again_s=offer_again_s,
+            orphan_s=ORPHAN_S,
         )
         self.policy = CachePolicy(choice)
         self.policy.add_namespace("m", geometry)
@@ -53,6 +62,8 @@ class CoreMachine(RuleBasedStateMachine):
         self.ranks = ranks
         self.eager = eager
         self.now = 1.0
+        # (tier, anchor) -> what was offered: until when, as what, how large, and whether as a last resort.
+        self.offered: dict[tuple[Tier, Path], tuple[float, UnitKind, int, bool]] = {}
 
     # -- events ---------------------------------------------------------------------------------------------------
 
@@ -129,15 +140,20 @@ class CoreMachine(RuleBasedStateMachine):
     def evict(self, tier: Tier, action: str) -> None:
         self.policy.tree.expire(self.now)
         units = [unit for unit in self.oracle.units(self.policy) if unit.tier == tier]
+        waiting = {anchor for (where, anchor), offer in self.offered.items() if where == tier and offer[0] > self.now}
+        free = [unit for unit in units if unit.anchor not in waiting]
         victim = self.policy.next_victim(tier, self.now)
-        if not units:
+        orphans = [unit for unit in free if unit.kind == UnitKind.ORPHAN]
+        expired = [unit for unit in orphans if self.oracle.accessed[unit.anchor] + ORPHAN_S <= self.now]
+        ranked = [unit for unit in free if unit.kind != UnitKind.ORPHAN]
+        last_resort = not expired and not ranked
+        still_there = any(not self.offered[tier, unit.anchor][3] for unit in units if unit.anchor in waiting)
+        if not free or (last_resort and still_there):
             assert victim is None
             return
         assert victim is not None
-        orphans = [unit for unit in units if unit.kind == UnitKind.ORPHAN]
-        expired = [u for u in orphans if self.oracle.accessed[u.anchor] + 10.0 <= self.now]
-        ranked = [unit for unit in units if unit.kind != UnitKind.ORPHAN]
         unit = next(u for u in units if name(u.anchor) == self.policy.tree.hashes[victim.node])
+        assert unit in free
         if expired or not ranked:
             assert unit.kind == UnitKind.ORPHAN
             assert self.oracle.accessed[unit.anchor] == min(self.oracle.accessed[u.anchor] for u in orphans)
@@ -145,6 +161,8 @@ class CoreMachine(RuleBasedStateMachine):
             assert unit.kind != UnitKind.ORPHAN
             lowest = min(u.value for u in ranked)
             assert math.isclose(unit.value, lowest, rel_tol=1e-7, abs_tol=1e-7)
+        again = self.now + self.policy.settings.offer_again_s
+        self.offered[tier, unit.anchor] = (again, unit.kind, unit.nbytes, last_resort)
         assert {(*split_key(obj),) for obj in victim.objects} == unit.objects
         assert (victim.nbytes, victim.backed, victim.kind) == (unit.nbytes, unit.backed, unit.kind)
         if action == "discard":
@@ -163,6 +181,14 @@ class CoreMachine(RuleBasedStateMachine):
                 path, kind, rank, _ = split(obj)
                 self.oracle.present.setdefault((path, kind, rank, to), obj.nbytes)
                 self.oracle.remove(path, kind, rank, tier)
+
+    @invariant()
+    def changed_units_are_offered_anew(self) -> None:
+        if not hasattr(self, "policy") or not self.offered or not self.policy.settings.offer_again_s:
+            return
+        self.policy.order.settle()  # Both sides look after every step: what changes back in between is no change.
+        units = {(unit.tier, unit.anchor): (unit.kind, unit.nbytes) for unit in self.oracle.units(self.policy)}
+        self.offered = {key: offer for key, offer in self.offered.items() if units.get(key) == offer[1:3]}
 
     @invariant()
     def check_often(self) -> None:

@@ -229,6 +229,50 @@ def test_orphans_wait_and_then_go_first_from_the_tail():
     assert policy.next_victim(Tier.CPU, 65.0).objects[0].chunk_hash == b"o0"
 
 
+def test_what_is_being_stored_stays_while_anything_else_is_there():
+    """A burst: everything else was offered already, and is locked or still on its way out."""
+    policy = make(orphan_s=60.0, offer_again_s=2.0)
+    serve(policy, path("a", 2), [2], now=1.0)
+    policy.lookup("m", path("n", 3), 10.0)
+    put(policy, path("n", 3), now=10.0)
+    victim = policy.next_victim(Tier.CPU, 10.0)
+    assert victim.kind == UnitKind.BUNDLE
+    assert policy.next_victim(Tier.CPU, 10.0) is None
+    assert policy.next_victim(Tier.CPU, 12.0).node == victim.node
+    policy.discard(victim, 12.0)
+    assert policy.next_victim(Tier.CPU, 12.0).objects[0].chunk_hash == b"n2"
+
+
+def test_of_what_is_being_stored_one_session_goes_before_the_next():
+    policy = make(orphan_s=60.0)
+    for name in ("new", "old"):
+        policy.lookup("m", path(name, 3), 1.0)
+    for now, name, chunk in [(1, "new", 0), (2, "old", 0), (3, "old", 1), (4, "old", 2), (5, "new", 1), (6, "new", 2)]:
+        put(policy, [f"{name}{chunk}".encode()], now=float(now))
+    gone = [evict(policy, now=7.0).objects[0].chunk_hash for _ in range(6)]
+    assert gone == [b"old2", b"old1", b"old0", b"new2", b"new1", b"new0"]
+
+
+def test_a_session_whose_snapshot_arrives_is_no_orphan_any_more():
+    policy = make(orphan_s=60.0, offer_again_s=1000.0)
+    policy.lookup("m", path("n", 2), 1.0)
+    put(policy, path("n", 2), now=1.0)
+    assert policy.next_victim(Tier.CPU, 1.0).kind == UnitKind.ORPHAN
+    put(policy, [b"n1"], Kind.SNAPSHOT, now=1.5)
+    assert policy.next_victim(Tier.CPU, 1.5).kind == UnitKind.BUNDLE
+
+
+def test_what_is_left_of_a_victim_is_another_unit():
+    policy = make(tau=0.0, offer_again_s=1000.0)
+    serve(policy, path("a", 9), [3, 6, 9])
+    seen = []
+    while victim := policy.next_victim(Tier.CPU, 2.0):
+        seen.append((victim.kind, victim.position))
+        policy.removed("m", victim.objects, 2.0)
+    assert seen == [(UnitKind.BUNDLE, 900), (UnitKind.BUNDLE, 600), (UnitKind.BUNDLE, 300)]
+    assert policy.tree.tier_bytes[Tier.CPU] == 0
+
+
 def test_a_victim_is_not_offered_twice_at_once():
     policy = make(offer_again_s=2.0)
     serve(policy, path("a", 2), [2])
