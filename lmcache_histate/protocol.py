@@ -42,7 +42,7 @@ class PlacementFacts(msgspec.Struct, frozen=True):
     """Mean residence time of KV over that of snapshots (``T_KV / T_state``); 1 until something was evicted."""
     snapshot_tokens: float = 0.0
     """Bytes of one snapshot over bytes of one token's KV (``N_s``), as stored; 0 while unknown."""
-    internal_hit_rate: float = 0.05
+    internal_hit_rate: float = 0.5
     """Expected share of hits that land inside a session instead of at its end, 0 to 1."""
 
 

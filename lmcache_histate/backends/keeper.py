@@ -1,7 +1,8 @@
-"""The one thread that owns the core: tells it what LMCache's tiers hold, and carries out what it decides.
+"""The one thread that drives the core: tells it what LMCache's tiers hold, and carries out what it decides.
 
-Nothing on the request path waits for this thread: lookups and stores append events, the connector reads the last
-published facts. What it does to LMCache goes through LMCache's own calls (offer again, delete), which skip locked objects.
+Lookups and stores append events and go on; the connector reads the last published facts. Only a load from below that finds
+too little CPU memory takes the core for a moment, to make room. Whatever is deleted from CPU memory goes through LMCache's
+own call, which skips locked objects.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ logger = init_logger(__name__)
 
 IDLE_SECONDS = 0.5
 """How long the thread sleeps when nothing happens."""
+LOAD_WAIT_SECONDS = 0.05
+"""How long a load waits at most for room to be made: far less than what it saves."""
 MAX_LOGGED_ERRORS = 20
 """Errors written to the log one by one; all are counted."""
 SETTLE_SECONDS = 0.5
@@ -112,6 +115,7 @@ class Keeper:
         self._overtaken: deque[tuple[float, Namespace, bytes]] = deque()
         self._facts: dict[tuple[str, int], PlacementFacts] = {}
         self._counts = dict.fromkeys(("lookups", "hits", "demoted_snapshots", "dropped_snapshots", "errors"), 0)
+        self._core = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="histate-keeper", daemon=True)
 
@@ -152,6 +156,17 @@ class Keeper:
             "tau_seconds": self.policy.tau,
         }
 
+    def make_room_for(self, nbytes: int) -> None:
+        """Called on LMCache's prefetch thread, before it reserves memory for a load from below.
+
+        Waits for the controller's round in hand, but never longer than ``LOAD_WAIT_SECONDS``. O(victims).
+        """
+        if self._core.acquire(timeout=LOAD_WAIT_SECONDS):
+            try:
+                self._room.make_room_for(nbytes, time.monotonic())
+            finally:
+                self._core.release()
+
     # The thread
 
     def _run(self) -> None:
@@ -164,20 +179,23 @@ class Keeper:
                 logger.exception("HiState's controller failed on one round; it goes on with the next")
 
     def _round(self, events: Sequence[StoreEvent]) -> None:
-        for event in events:
-            try:
-                self._apply(event)
-            except Exception as error:
-                self._counts["errors"] += 1
-                if self._counts["errors"] <= MAX_LOGGED_ERRORS:
-                    logger.warning("HiState ignores an event that contradicts what it knows: %s", error, exc_info=True)
-        now = time.monotonic()
-        self._demote_overtaken(now)
-        self._room.make_room(now, urgent=any(isinstance(event, AllocationFailed) for event in events))
-        for model in self._facts:
-            layout = self._layouts.find(*model)
-            if layout is not None:
-                self._facts[model] = self._describe(layout, now)
+        with self._core:
+            for event in events:
+                try:
+                    self._apply(event)
+                except Exception as error:
+                    self._counts["errors"] += 1
+                    if self._counts["errors"] <= MAX_LOGGED_ERRORS:
+                        logger.warning(
+                            "HiState ignores an event that contradicts what it knows: %s", error, exc_info=True
+                        )
+            now = time.monotonic()
+            self._demote_overtaken(now)
+            self._room.make_room(now, urgent=any(isinstance(event, AllocationFailed) for event in events))
+            for model in self._facts:
+                layout = self._layouts.find(*model)
+                if layout is not None:
+                    self._facts[model] = self._describe(layout, now)
 
     def _describe(self, layout: ModelLayout, now: float) -> PlacementFacts:
         return PlacementFacts(

@@ -8,10 +8,17 @@ from dataclasses import dataclass, field
 from math import lcm, prod
 from typing import Any, NamedTuple
 
-from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 
 from lmcache_histate.geometry import CacheGeometry
 from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
+
+
+def object_bytes(description: MemoryLayoutDesc) -> int:
+    """Bytes of one object of a layout."""
+    return sum(
+        prod(shape) * dtype.itemsize for shape, dtype in zip(description.shapes, description.dtypes, strict=True)
+    )
 
 
 class Namespace(NamedTuple):
@@ -151,13 +158,7 @@ class Layouts:
         kinds = windows.group_kinds or ("attention",) * count
         layout = ModelLayout(
             tuple(Kind.SNAPSHOT if kind == "recurrent" else Kind.KV for kind in kinds),
-            tuple(
-                sum(
-                    prod(shape) * dtype.itemsize
-                    for shape, dtype in zip(descriptions[group].shapes, descriptions[group].dtypes, strict=True)
-                )
-                for group in range(count)
-            ),
+            tuple(object_bytes(descriptions[group]) for group in range(count)),
             windows.world_size,
         )
         with self._lock:

@@ -18,7 +18,7 @@ from lmcache.v1.distributed.storage_controllers.utils import (
 )
 
 from lmcache_histate.backends.events import Looked
-from lmcache_histate.backends.layout import namespace_of
+from lmcache_histate.backends.layout import namespace_of, object_bytes
 from lmcache_histate.state_store.objects import Kind
 
 
@@ -62,11 +62,18 @@ class HiStatePrefetchPolicy(DefaultPrefetchPolicy):
 
     Args:
         on_lookup: Called once per planned lookup, on LMCache's prefetch thread; must not block.
+        make_room_for: Called with the bytes of CPU memory that a load from below is about to reserve.
         kind_of: Whether an object is KV or a snapshot.
     """
 
-    def __init__(self, on_lookup: Callable[[Looked], None], kind_of: Callable[[ObjectKey], Kind | None]) -> None:
+    def __init__(
+        self,
+        on_lookup: Callable[[Looked], None],
+        make_room_for: Callable[[int], None],
+        kind_of: Callable[[ObjectKey], Kind | None],
+    ) -> None:
         self._on_lookup = on_lookup
+        self._make_room_for = make_room_for
         self._kind_of = kind_of
 
     def plan_load(
@@ -78,7 +85,10 @@ class HiStatePrefetchPolicy(DefaultPrefetchPolicy):
         l2_adapter_descs: dict[int, L2AdapterDescriptor],
         fetching_policy: FetchingPolicy,
     ) -> PrefetchPlan:
-        """LMCache's own plan; the lookup is reported on the side. O(chunks of the prompt)."""
+        """LMCache's own plan; the lookup is reported on the side, and room is made for what comes from below.
+
+        O(chunks of the prompt), plus O(victims) when CPU memory is short.
+        """
         plan = super().plan_load(
             key_groups, l1_locked_keys, l2_locked_keys, l1_manager_descs, l2_adapter_descs, fetching_policy
         )
@@ -88,6 +98,12 @@ class HiStatePrefetchPolicy(DefaultPrefetchPolicy):
                     key_groups, [l1_locked_keys, l2_locked_keys], [plan.l1_planned_keys, plan.l2_planned_keys]
                 )
             )
+            from_below = sum(
+                row.popcount() * object_bytes(group.layout_desc)
+                for group, row in zip(key_groups, _union([plan.l2_planned_keys]), strict=False)
+            )
+            if from_below:
+                self._make_room_for(from_below)
         return plan
 
     def plan_l1_retention(

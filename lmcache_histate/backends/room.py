@@ -77,6 +77,19 @@ class RoomMaker:
 
     # CPU memory
 
+    def make_room_for(self, nbytes: int, now: float) -> None:
+        """Free CPU memory for a load of ``nbytes`` that is about to begin, by deleting: a move would come too late.
+
+        LMCache reserves a whole load at once, and a load that finds no room is recomputed from the first token. O(victims).
+        """
+        used, total = self._parts.manager.get_l1_usage()
+        missing = nbytes - (total - used)
+        while missing > 0:
+            victim = self._policy.next_victim(Tier.CPU, now)
+            if victim is None:
+                return
+            missing -= self._delete_victim(victim, now)
+
     def _make_room_in_cpu(self, now: float, urgent: bool) -> None:
         used, total = self._parts.manager.get_l1_usage()
         leaving = self._mover.bytes_in_flight if self._mover is not None else 0

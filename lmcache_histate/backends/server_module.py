@@ -87,7 +87,7 @@ class HiStateServerModule:
         )
         parts.take_over_policies(
             HiStateStorePolicy(disk[0].index if disk else None, config.histate.write_through),
-            HiStatePrefetchPolicy(self._queue.put, self._kind_of),
+            HiStatePrefetchPolicy(self._queue.put, self._keeper.make_room_for, self._kind_of),
         )
         parts.l1_manager.register_listener(CpuListener(self._queue))
         for descriptor, adapter in adapters:
