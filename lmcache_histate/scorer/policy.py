@@ -99,7 +99,7 @@ class CachePolicy:
     Args:
         settings: what the user chose.
         capacities: bytes of the tiers. Only the tuner of `tau="auto"` needs them, to scale its shadow; without them tau
-            keeps its initial value.
+            stays at 0, plain LRU.
     """
 
     def __init__(self, settings: PolicySettings | None = None, capacities: Mapping[Tier, float] | None = None) -> None:
@@ -147,9 +147,10 @@ class CachePolicy:
     # -- what happened --------------------------------------------------------------------------------------------
 
     def lookup(self, namespace: str, hashes: Sequence[bytes], now: float) -> Lookup:
-        """A request asks for a path: `hashes` are its whole chunks from the first one, in order. O(path).
+        """A request asks for a path: `hashes` are its whole chunks from the first one, in order.
 
-        Teaches the tree the order of the chunks. Refreshes nothing: that is what `hit` is for.
+        Teaches the tree the order of the chunks, and the tuner what is asked for. Refreshes nothing: that is what `hit`
+        is for. O(path); with `tau="auto"` a sampled session's request is replayed once for each candidate.
 
         Raises:
             KeyError: the namespace is not registered.
@@ -159,6 +160,12 @@ class CachePolicy:
         self.tree.expire(now)
         match = self.tree.visit(space, hashes, now)
         block = space.geometry.block_tokens
+        if self.tuner is not None and match.nodes:
+            capacity = sum(self.capacities.values())
+            lineage = self.tree.lineage[match.nodes[-1]]
+            tau = self.tuner.turn(lineage, namespace, hashes, len(match.nodes) * block, capacity, now)
+            if tau is not None:
+                self.publish(tau)
         return Lookup(match.whole * block, match.restorable * block)
 
     def link(self, namespace: str, after: bytes | None, hashes: Sequence[bytes], now: float) -> None:
@@ -209,9 +216,9 @@ class CachePolicy:
         accessed[used] = np.maximum(accessed[used], now)
 
     def end_turn(self, namespace: str, hashes: Sequence[bytes], tokens: int, now: float) -> None:
-        """A turn ended at position `tokens` of the path `hashes`: that is where its next append will hit.
+        """A turn ended at position `tokens` of the path `hashes`: that is where its next append will hit. O(path).
 
-        O(path); with `tau="auto"` once more for each candidate, on sampled sessions.
+        Without it, a path is taken to end at its last snapshot.
         """
         space = self._spaces[namespace]
         nodes = self.tree.match(space, hashes).nodes
@@ -225,11 +232,6 @@ class CachePolicy:
 
             self.reach.update(last, move_end)
         self._count_event()
-        if self.tuner is not None and nodes:
-            lineage = self.tree.lineage[nodes[-1]]
-            tau = self.tuner.turn(lineage, namespace, hashes, tokens, sum(self.capacities.values()), now)
-            if tau is not None:
-                self.publish(tau)
 
     def observe_prefill(self, start: float, end: float, milliseconds: float) -> None:
         """The engine prefilled positions [start, end) in `milliseconds`. O(1)."""

@@ -17,13 +17,14 @@ class PolicySettings:
         eviction: `"cost"` ranks by H = t + tau*C/M, `"lru"` by last access alone.
         refresh: which snapshots a hit refreshes: none, the one it resumed from, or all earlier ones on the prefix too.
         interval: distance of snapshots: `"adaptive"`, `"final-only"` or a number of tokens.
-        tau: seconds, or `"auto"` to follow the best of `taus` in a sampled shadow cache.
+        tau: seconds, or `"auto"` to follow the best of `taus` and 0 in a sampled shadow cache, from 0 on.
         cost_unit: price work in `"tokens"` (the paper) or estimated `"ms"`.
-        placement: `"uniform"` grid (the paper) or `"histogram"` of observed hit distances, for values and for
-        placement. end_prior: probability that a path's end is hit, before anything was seen. orphan_s: seconds that
-        bytes which nothing can be restored from may wait for what they lack. offer_again_s: seconds until a victim that
-        was offered and is still there is offered again. pending_s: seconds that a chunk stays known which was looked up
-        and never stored. taus: candidates of the tuner; the live value starts in the middle of those above 0.
+        placement: `"uniform"` grid (the paper) or `"histogram"` of observed hit distances, for values and for placement.
+        end_prior: probability that a path's end is hit, before anything was seen.
+        orphan_s: seconds that bytes which nothing can be restored from may wait for what they lack.
+        offer_again_s: seconds until a victim that was offered and is still there is offered again.
+        pending_s: seconds that a chunk stays known which was looked up and never stored.
+        taus: candidates of the tuner, besides 0.
         shadow_chunks: chunks that each shadow may hold; sampling gets sparser to stay below it.
     """
 
@@ -62,10 +63,5 @@ class PolicySettings:
 
     @property
     def initial_tau(self) -> float:
-        """Tau before the tuner has seen anything; 0 with `eviction="lru"`."""
-        if self.eviction == "lru":
-            return 0.0
-        if self.tau == "auto":
-            positive = sorted(tau for tau in self.taus if tau > 0) or [0.0]
-            return positive[len(positive) // 2]
-        return float(self.tau)
+        """Tau before the tuner has seen anything: 0 with `"auto"`, since no other value is safe at every capacity."""
+        return 0.0 if self.eviction == "lru" or self.tau == "auto" else float(self.tau)

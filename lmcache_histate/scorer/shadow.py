@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 SHADOW_TIER = Tier.DISK
 """All tiers of the real cache are one here: what counts is what the cache as a whole still holds."""
+MIN_VICTIMS = 256
+"""Units that one turn may evict, besides two for each object that it stores."""
 
 
 class ShadowCache:
@@ -43,7 +45,8 @@ class ShadowCache:
     def turn(self, namespace: str, hashes: Sequence[bytes], tokens: int, capacity: float, now: float) -> float:
         """Serve one turn that ends at `tokens` and keep within `capacity` bytes; return the work it recomputed.
 
-        In token equivalents. O(path + objects evicted).
+        In token equivalents. O(path + objects evicted). One turn evicts a bounded number of units; after the capacity
+        was halved it takes some turns to get there, in which all shadows hold more than they should alike.
         """
         policy, geometry = self._policy, self._geometry[namespace]
         block = geometry.block_tokens
@@ -57,7 +60,9 @@ class ShadowCache:
         saved.extend(CacheObject(chunk, Kind.SNAPSHOT, 0, SHADOW_TIER, state) for chunk in ends)
         policy.stored(namespace, saved, now)
         policy.end_turn(namespace, hashes, tokens, now)
-        while policy.tree.tier_bytes[SHADOW_TIER] > capacity:
+        for _ in range(MIN_VICTIMS + 2 * len(saved)):
+            if policy.tree.tier_bytes[SHADOW_TIER] <= capacity:
+                break
             victim = policy.next_victim(SHADOW_TIER, now)
             if victim is None:
                 break

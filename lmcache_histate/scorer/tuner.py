@@ -1,9 +1,11 @@
 """tau that tunes itself: shadows of the same cache, at several tau, on a sample of the sessions.
 
-Which tau is best depends on the workload and on the capacity: on one set of agent traces 60 s lost to plain LRU where 600 s
-won. So the same policy runs on a sample of the sessions with its capacity scaled down by the same factor, once for each
-candidate, plain LRU (tau 0) among them. The candidate that recomputes least becomes the live one. Sampling whole sessions by
-hash keeps what matters about a session together (spatially hashed sampling, cf. SHARDS, Waldspurger et al., FAST '15).
+Which tau is best depends on the workload and on the capacity: on agent traces plain LRU wins where a cache holds a few
+sessions, tau = 600 s where it holds most of the working set, and either costs up to a third more recomputation in the
+other's place. So the same policy runs on a sample of the sessions with its capacity scaled down by the same factor,
+once for each candidate, plain LRU (tau 0) among them. The candidate that recomputes least becomes the live one. Sampling
+whole sessions by hash keeps what matters about a session together (spatially hashed sampling, cf. SHARDS, Waldspurger et
+al., FAST '15).
 
 Cost: a sampled turn costs each shadow as much as it costs the real policy (a look-up, the new chunks, their evictions);
 a shadow holds at most `max_chunks` chunks (some 500 bytes each), since sampling gets sparser when it is full.
@@ -15,12 +17,22 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from lmcache_histate.geometry import CacheGeometry
 
-MEMORY_TURNS = 1024.0
+CLASSES = 256
+"""Sampling classes of paths: the values of a lineage byte."""
+MEMORY_TURNS = 512.0
+"""Sampled turns after which an old one weighs 1/e."""
 CHECK_TURNS = 32
+"""Sampled turns between two looks at the candidates."""
 MARGIN = 0.01
-"""A candidate must recompute this much less (relative) than the live value before it takes over."""
+"""A candidate must recompute this much less (relative) than the live value: each change re-prices the whole cache."""
+ERRORS = 2.0
+"""How many standard errors of the sample it must be, so that one lucky session does not decide."""
+LRU = 0
+"""Index of plain LRU among the candidates, which are sorted."""
 
 
 class Shadow(Protocol):
@@ -40,9 +52,11 @@ class Shadow(Protocol):
 class TauTuner:
     """Feeds the shadows and says which tau should be live.
 
-    The estimate of each candidate is its recomputed work over the last thousand sampled turns. The live value changes
-    when another is better by `MARGIN` and by one standard error of the paired difference: what differs less than that is
-    noise of the sample, and each change re-prices the whole cache.
+    A candidate's estimate is what it recomputed over the recent sampled turns. The live value is plain LRU until another
+    candidate recomputed less, by `MARGIN` and by `ERRORS` sampling errors, and again once it no longer recomputes less
+    than LRU. While every session is sampled there is no sampling error, so the live value is what was best lately.
+
+    The sampling error of a difference is that of its sum over whole sessions, since the turns of one session are alike.
 
     Args:
         taus: candidates, in seconds.
@@ -56,25 +70,23 @@ class TauTuner:
     ) -> None:
         self.taus = tuple(sorted({*taus, 0.0, live}))
         self.live = live
-        self.classes = 256
-        """A path is sampled when its lineage byte is below this; the sampling rate is `classes / 256`."""
+        self.classes = CLASSES
+        """A path is sampled when its lineage byte is below this; the sampling rate is `classes / CLASSES`."""
         self._shadows = [shadow(tau) for tau in self.taus]
         self._max_chunks = max_chunks
-        size = len(self.taus)
-        # Decayed sums over sampled turns: work of each candidate, and for each pair the squared difference.
-        self._work = [0.0] * size
-        self._spread = [[0.0] * size for _ in range(size)]
+        # Decayed work of each candidate on each class's turns.
+        self._work = np.zeros((CLASSES, len(self.taus)))
         self._turns = 0
 
     @property
     def rate(self) -> float:
         """Share of the sessions that is sampled."""
-        return self.classes / 256.0
+        return self.classes / CLASSES
 
     @property
     def work(self) -> dict[float, float]:
         """Recomputed work of every candidate, in token equivalents, over the recent sampled turns."""
-        return dict(zip(self.taus, self._work, strict=True))
+        return dict(zip(self.taus, self._work.sum(axis=0).tolist(), strict=True))
 
     def add_namespace(self, name: str, geometry: CacheGeometry) -> None:
         """Register a namespace with every shadow."""
@@ -84,10 +96,11 @@ class TauTuner:
     def turn(
         self, lineage: int, namespace: str, hashes: Sequence[bytes], tokens: int, capacity: float, now: float
     ) -> float | None:
-        """A turn ended; returns the tau that should be live from now on if that changed, else None.
+        """A request came; returns the tau that should be live from now on if that changed, else None.
 
         Args:
             lineage: sampling class of the path, 0 to 255.
+            namespace: where the path belongs.
             hashes: the whole path of the turn.
             tokens: its length.
             capacity: bytes of the real cache.
@@ -96,13 +109,8 @@ class TauTuner:
         if lineage >= self.classes:
             return None
         scaled = capacity * self.rate
-        work = [shadow.turn(namespace, hashes, tokens, scaled, now) for shadow in self._shadows]
-        keep = 1.0 - 1.0 / MEMORY_TURNS
-        for i, mine in enumerate(work):
-            self._work[i] = self._work[i] * keep + mine
-            row = self._spread[i]
-            for j, other in enumerate(work):
-                row[j] = row[j] * keep + (mine - other) ** 2
+        self._work *= 1.0 - 1.0 / MEMORY_TURNS
+        self._work[lineage] += [shadow.turn(namespace, hashes, tokens, scaled, now) for shadow in self._shadows]
         self._turns += 1
         if self.classes > 1 and max(shadow.chunks for shadow in self._shadows) > self._max_chunks:
             # Half of the sessions and half of the capacity: those no longer sampled are not hit and go by themselves.
@@ -110,10 +118,23 @@ class TauTuner:
         return self._choose() if self._turns % CHECK_TURNS == 0 else None
 
     def _choose(self) -> float | None:
+        work = self._work.sum(axis=0)
         live = self.taus.index(self.live)
-        best = min(range(len(self.taus)), key=lambda i: (self._work[i], i != live))
-        gain = self._work[live] - self._work[best]
-        if gain <= MARGIN * self._work[live] or gain <= math.sqrt(self._spread[live][best]):
+        best = int(np.argmin(work))
+        gain = work[live] - work[best]
+        if gain > max(MARGIN * work[live], ERRORS * self._sampling_error(live, best)):
+            chosen = best
+        elif work[live] > work[LRU]:
+            chosen = LRU
+        else:
             return None
-        self.live = self.taus[best]
+        self.live = self.taus[chosen]
         return self.live
+
+    def _sampling_error(self, one: int, other: int) -> float:
+        """One standard error of the difference in work between two candidates, from having seen a sample only.
+
+        Sampling classes stand for sessions; the share of them that was not seen is what is uncertain.
+        """
+        differences = self._work[:, one] - self._work[:, other]
+        return math.sqrt((1.0 - self.rate) * float(differences @ differences))

@@ -115,12 +115,35 @@ def test_differences_within_the_margin_change_nothing():
     assert run(tuner, CHECK_TURNS * 20) == []
 
 
-def test_one_lucky_turn_changes_nothing():
+def test_one_lucky_session_of_a_sample_changes_nothing():
     work = {60.0: 0.0}
     tuner, _ = tuner_of(work)
-    tuner.turn(0, "m", [b"a"], 10, 1.0, 0.0)
-    work[60.0] = 100.0
-    assert run(tuner, CHECK_TURNS - 1) == []
+    tuner.classes = 64
+    for _ in range(CHECK_TURNS // 2):
+        tuner.turn(7, "m", [b"a"], 10, 1.0, 0.0)
+    work[60.0] = 99.0
+    assert run(tuner, 256) == []
+    work[60.0] = 80.0  # Now all sessions gain.
+    assert run(tuner, 1024) == [60.0]
+
+
+def test_what_no_longer_beats_lru_gives_way_to_it():
+    work = {0.0: 100.0, 60.0: 90.0, 600.0: 120.0}
+    tuner, _ = tuner_of(work, live=0.0)
+    assert run(tuner, 256) == [60.0]
+    work[60.0] = 100.5  # Too little for the margin, but it is a loss.
+    assert run(tuner, 4096) == [0.0]
+
+
+def test_every_lookup_of_a_sampled_session_is_a_turn():
+    """A server that never reports the end of a turn tunes tau all the same."""
+    policy = CachePolicy(PolicySettings(tau="auto"), capacities={Tier.CPU: 100_000})
+    policy.add_namespace("m", CacheGeometry(100, 10, 3000))
+    for turn in range(5):
+        policy.lookup("m", [b"a%d" % i for i in range(4)], float(turn))
+    # The first one has nothing to resume from in any shadow, the others resume at its end.
+    assert set(policy.stats(5.0).recomputed_by_tau) == {0.0, *PolicySettings().taus}
+    assert all(390 < work <= 400 for work in policy.stats(5.0).recomputed_by_tau.values())
 
 
 def test_sampling_gets_sparser_when_a_shadow_is_full():
@@ -188,4 +211,4 @@ def test_the_tuned_policy_is_close_to_the_best_fixed_one():
 def test_without_capacities_tau_stays_where_it_starts(capacities):
     policy = CachePolicy(PolicySettings(), capacities)
     assert policy.tuner is None
-    assert policy.tau == 600.0
+    assert policy.tau == 0.0
