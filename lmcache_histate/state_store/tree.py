@@ -20,15 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_histate.geometry import CacheGeometry
+from lmcache_histate.state_store.columns import TIERS, ObjectColumns
 from lmcache_histate.state_store.frontier import Frontier
-from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
+from lmcache_histate.state_store.objects import CacheObject, Kind
 from lmcache_histate.state_store.residence import ResidenceTime
 
-# Members by value: calling an enum class costs more than what is done with its result.
-KINDS, TIER_LIST = tuple(Kind), tuple(Tier)
-TIERS = len(TIER_LIST)
-COLUMNS = tuple((kind, tier) for kind in KINDS for tier in TIER_LIST)
-"""(kind, tier) of every column of objects, in their order."""
 NO_NODE = -1
 Ints = npt.NDArray[np.int64]
 
@@ -89,9 +85,7 @@ class PrefixTree:
         self._next = array("i")
         self._previous = array("i")
         self._whole = bytearray()
-        # One column per (kind, tier), kind-major: rank bits, and bytes of all ranks together.
-        self._mask = [array("I") for _ in range(2 * TIERS)]
-        self._size = [array("Q") for _ in range(2 * TIERS)]
+        self._columns = ObjectColumns()
         self._free: list[int] = []
         self._used = 0
         self._last_path: list[int] = []
@@ -137,10 +131,7 @@ class PrefixTree:
             column.frombytes(bytes(4 * nodes))
         self.space.frombytes(bytes(2 * nodes))
         self.last_access.frombytes(bytes(8 * nodes))
-        for column in self._mask:
-            column.frombytes(bytes(4 * nodes))
-        for wide in self._size:
-            wide.frombytes(bytes(8 * nodes))
+        self._columns.grow(nodes)
         self._whole.extend(bytes(nodes))
         self.lineage.extend(bytes(nodes))
         self.hashes.extend([b""] * nodes)
@@ -177,7 +168,7 @@ class PrefixTree:
 
     def _release(self, node: int) -> None:
         """Free `node` and then its ancestors, as long as they hold nothing and lead nowhere."""
-        while self._child[node] == NO_NODE and self.hashes[node] and not self._holds(node):
+        while self._child[node] == NO_NODE and self.hashes[node] and not self._columns.holds(node):
             above, following, before = self.parent[node], self._next[node], self._previous[node]
             if before != NO_NODE:
                 self._next[before] = following
@@ -196,10 +187,6 @@ class PrefixTree:
             if above == NO_NODE:
                 return
             node = above
-
-    def _holds(self, node: int) -> bool:
-        a, b, c, d, e, f = self._mask
-        return (a[node] | b[node] | c[node] | d[node] | e[node] | f[node]) != 0
 
     def expire(self, now: float) -> None:
         """Forget chunks that were looked up `pending_s` ago and never stored. O(1) amortised over the look-ups."""
@@ -336,19 +323,16 @@ class PrefixTree:
         Raises:
             ValueError: a rank outside the namespace's geometry, or a negative size.
         """
+        columns = self._columns
         for chunk_hash, kind, rank, tier, nbytes in objects:
             bit = 1 << rank if rank >= 0 else 0
             if not bit & space.full_mask or nbytes < 0:
                 raise ValueError(f"rank {rank} or size {nbytes} is outside of {space.geometry}")
             node = self._known_or_detached(space, chunk_hash)
-            column = kind * TIERS + tier
-            mask = self._mask[column]
-            if mask[node] & bit:
+            before = columns.ranks_anywhere(node, kind)
+            first = columns.nbytes(node, kind, tier) == 0
+            if not columns.add(node, kind, tier, bit, nbytes):
                 continue
-            before = self._anywhere(node, kind)
-            mask[node] |= bit
-            first = self._size[column][node] == 0
-            self._size[column][node] += nbytes
             self.tier_bytes[tier] += nbytes
             if not before & bit:
                 # A copy in another tier is not news; a piece that was nowhere is.
@@ -361,62 +345,39 @@ class PrefixTree:
 
     def remove(self, space: Namespace, objects: Iterable[CacheObject], now: float) -> None:
         """Record objects as gone. Unknown ones and repeats are ignored. Costs as `store`."""
+        columns = self._columns
         for chunk_hash, kind, rank, tier, _ in objects:
             node = space.nodes.get(chunk_hash, NO_NODE)
-            column = kind * TIERS + tier
-            if node == NO_NODE or rank < 0 or not self._mask[column][node] >> rank & 1:
+            if node == NO_NODE:
                 continue
-            mask, size = self._mask[column], self._size[column]
-            complete = self._anywhere(node, kind) == space.full_mask
-            # Ranks of one chunk are equal shards, so a share is exact; the last one takes what is left.
-            share = size[node] // mask[node].bit_count()
-            mask[node] &= ~(1 << rank)
-            size[node] -= share
-            self.tier_bytes[tier] -= share
-            if kind == Kind.KV and share and size[node] == 0:
+            complete = self.complete(node, kind)
+            nbytes = columns.take(node, kind, tier, rank)
+            if nbytes is None:
+                continue
+            self.tier_bytes[tier] -= nbytes
+            if kind == Kind.KV and nbytes and not columns.nbytes(node, kind, tier):
                 self._kv_out(node, tier)
             self._changed(node)
-            if complete and self._anywhere(node, kind) != space.full_mask:
+            if complete and not self.complete(node, kind):
                 self._broken(node, kind, now)
-            if not mask[node]:
+            if not columns.ranks(node, kind, tier):
                 self._release(node)
-
-    def _anywhere(self, node: int, kind: int) -> int:
-        """Rank bits of the objects of `kind` that lie in at least one tier."""
-        base = kind * TIERS
-        mask = self._mask
-        return mask[base][node] | mask[base + 1][node] | mask[base + 2][node]
 
     def complete(self, node: int, kind: int) -> bool:
         """Whether every rank's object of `kind` is in some tier. O(1)."""
-        return self._anywhere(node, kind) == self.namespaces[self.space[node]].full_mask
+        return self._columns.ranks_anywhere(node, kind) == self.namespaces[self.space[node]].full_mask
 
     def complete_outside(self, node: int, kind: int, tier: int) -> bool:
         """Whether every rank's object of `kind` is in some tier other than `tier`. O(1)."""
-        mask = 0
-        for other in range(TIERS):
-            if other != tier:
-                mask |= self._mask[kind * TIERS + other][node]
-        return mask == self.namespaces[self.space[node]].full_mask
+        return self._columns.ranks_outside(node, kind, tier) == self.namespaces[self.space[node]].full_mask
 
     def size(self, node: int, kind: int, tier: int) -> int:
         """Bytes that all ranks of `kind` take in `tier`. O(1)."""
-        return self._size[kind * TIERS + tier][node]
+        return self._columns.nbytes(node, kind, tier)
 
     def objects(self, node: int, kind: int, tier: int) -> list[CacheObject]:
         """The objects of one node, kind and tier, by rank."""
-        column = kind * TIERS + tier
-        mask = self._mask[column][node]
-        if not mask:
-            return []
-        share = self._size[column][node] // mask.bit_count()
-        chunk_hash = self.hashes[node]
-        what, where = KINDS[kind], TIER_LIST[tier]
-        if mask == 1:
-            return [CacheObject(chunk_hash, what, 0, where, share)]
-        return [
-            CacheObject(chunk_hash, what, rank, where, share) for rank in range(mask.bit_length()) if mask >> rank & 1
-        ]
+        return self._columns.objects(node, self.hashes[node], kind, tier)
 
     def is_whole(self, node: int) -> bool:
         """Whether the KV of the whole prefix is complete. O(1)."""

@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 from lmcache_histate.state_store.frontier import Frontier
 from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
-from lmcache_histate.state_store.tree import COLUMNS, NO_NODE, TIERS, PrefixTree
+from lmcache_histate.state_store.tree import NO_NODE, PrefixTree
 
 MANAGED = (Tier.CPU, Tier.DISK)
 """Tiers that are evicted from here; copies further away only make a loss cheaper."""
@@ -199,7 +199,7 @@ class UnitTree(PrefixTree):
         frontier = self.kv_in_tier[tier]
         if frontier.marked[node] and not frontier.kids[node]:
             return BUNDLE if self.useful(node) else ORPHAN
-        if self._mask[TIERS + tier][node]:  # Columns of snapshots come after those of KV.
+        if self._columns.ranks(node, Kind.SNAPSHOT, tier):
             return SNAPSHOT if self.restorable.marked[node] else ORPHAN
         return NONE
 
@@ -210,7 +210,7 @@ class UnitTree(PrefixTree):
             return False
         nbytes, backed = 0, kind is SNAPSHOT or kind is BUNDLE
         if kind:
-            nbytes = self._size[TIERS + tier][node]
+            nbytes = self.size(node, Kind.SNAPSHOT, tier)
             if nbytes and self.restorable.marked[node]:
                 backed = self.complete_outside(node, Kind.SNAPSHOT, tier)
         if kind is BUNDLE or kind is ORPHAN:
@@ -296,8 +296,10 @@ class UnitTree(PrefixTree):
 
     def _without(self, node: int, tier: Tier, own: tuple[Kind, ...]) -> list[CacheObject]:
         """The objects of `node`, without those of the kinds `own` that are in `tier`."""
-        found: list[CacheObject] = []
-        for mask, (kind, where) in zip(self._mask, COLUMNS, strict=True):
-            if mask[node] and (where != tier or kind not in own):
-                found += self.objects(node, kind, where)
-        return found
+        return [
+            obj
+            for kind in Kind
+            for where in Tier
+            if where != tier or kind not in own
+            for obj in self.objects(node, kind, where)
+        ]
