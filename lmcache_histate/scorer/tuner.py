@@ -7,8 +7,10 @@ once for each candidate, plain LRU (tau 0) among them. The candidate that recomp
 whole sessions by hash keeps what matters about a session together (spatially hashed sampling, cf. SHARDS, Waldspurger et
 al., FAST '15).
 
-Cost: a sampled turn costs each shadow as much as it costs the real policy (a look-up, the new chunks, their evictions);
-a shadow holds at most `max_chunks` chunks (some 500 bytes each), since sampling gets sparser when it is full.
+Cost: a sampled turn costs each shadow as much as it costs the real policy (a look-up, the new chunks, their evictions).
+Sampling gets sparser, by halves and for good, when a shadow holds more than `max_chunks` chunks (some 500 bytes each) or
+there are more than `MAX_TURNS_PER_SECOND`. A change of the live value re-prices the real cache, O(n), at most once in
+`CHECK_TURNS` sampled turns; since n is about `max_chunks / rate`, that is bounded by a constant for each real turn.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from lmcache_histate.geometry import CacheGeometry
 
 CLASSES = 256
 """Sampling classes of paths: the values of a lineage byte."""
-MEMORY_TURNS = 512.0
+MEMORY_TURNS = 512
 """Sampled turns after which an old one weighs 1/e."""
 CHECK_TURNS = 32
 """Sampled turns between two looks at the candidates."""
@@ -31,6 +33,8 @@ MARGIN = 0.01
 """A candidate must recompute this much less (relative) than the live value: each change re-prices the whole cache."""
 ERRORS = 2.0
 """How many standard errors of the sample it must be, so that one lucky session does not decide."""
+MAX_TURNS_PER_SECOND = 4.0
+"""Sampled turns a second, over the memory, that may be replayed on all shadows."""
 LRU = 0
 """Index of plain LRU among the candidates, which are sorted."""
 
@@ -77,6 +81,7 @@ class TauTuner:
         # Decayed work of each candidate on each class's turns.
         self._work = np.zeros((CLASSES, len(self.taus)))
         self._turns = 0
+        self._counted_from: float | None = None
 
     @property
     def rate(self) -> float:
@@ -112,10 +117,19 @@ class TauTuner:
         self._work *= 1.0 - 1.0 / MEMORY_TURNS
         self._work[lineage] += [shadow.turn(namespace, hashes, tokens, scaled, now) for shadow in self._shadows]
         self._turns += 1
-        if self.classes > 1 and max(shadow.chunks for shadow in self._shadows) > self._max_chunks:
+        if self.classes > 1 and (self._too_often(now) or max(s.chunks for s in self._shadows) > self._max_chunks):
             # Half of the sessions and half of the capacity: those no longer sampled are not hit and go by themselves.
             self.classes //= 2
         return self._choose() if self._turns % CHECK_TURNS == 0 else None
+
+    def _too_often(self, now: float) -> bool:
+        """Whether the memory was filled faster than the shadows may be fed; looked at once for each filling."""
+        if self._counted_from is None:
+            self._counted_from = now
+        if self._turns % MEMORY_TURNS:
+            return False
+        seconds, self._counted_from = now - self._counted_from, now
+        return seconds * MAX_TURNS_PER_SECOND < MEMORY_TURNS
 
     def _choose(self) -> float | None:
         work = self._work.sum(axis=0)

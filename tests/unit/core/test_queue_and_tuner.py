@@ -11,7 +11,7 @@ from lmcache_histate.geometry import CacheGeometry
 from lmcache_histate.scorer.policy import CachePolicy
 from lmcache_histate.scorer.queue import ABSENT, MIN_FRONT, FloorQueue
 from lmcache_histate.scorer.settings import PolicySettings
-from lmcache_histate.scorer.tuner import CHECK_TURNS, TauTuner
+from lmcache_histate.scorer.tuner import CHECK_TURNS, MEMORY_TURNS, TauTuner
 from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
 
 NODES = 400
@@ -158,6 +158,16 @@ def test_sampling_gets_sparser_when_a_shadow_is_full():
     run(tuner, 256)
     assert shadows[0].turns - before == 128
     assert shadows[0].capacity == 500.0
+
+
+@pytest.mark.parametrize(("seconds", "rate"), [(0.3, 1.0), (0.2, 0.5)])
+def test_sampling_gets_sparser_when_requests_are_many(seconds, rate):
+    tuner, _ = tuner_of({})
+    for i in range(2 * MEMORY_TURNS):
+        tuner.turn(i % 128, "m", [b"a"], 10, 1.0, i * seconds)
+        if tuner.rate < 1.0:
+            break
+    assert tuner.rate == rate
 
 
 def drive(policy: CachePolicy, capacity: int) -> int:
