@@ -13,7 +13,7 @@ stop term is ours).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 MULTIPLES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Supported intervals in blocks; "final only" (one interval as long as the segment) comes on top."""
@@ -45,16 +45,34 @@ def choose_interval(
     ratio: float = 1.0,
     stop_tokens: float = 0.0,
     multiples: Sequence[int] = MULTIPLES,
+    step_tokens: int | None = None,
 ) -> int:
     """The cheapest supported interval for a segment of `length` tokens, in tokens.
 
     Candidates are the `multiples` of `block` shorter than the segment, and the segment itself (final only), which wins
     ties. O(candidates).
+
+    Args:
+        length: tokens of the segment, `L`.
+        snapshot_tokens: `N_s`.
+        block: tokens of a block.
+        ratio: `T_KV / T_state`.
+        stop_tokens: price of one extra scheduler step in token equivalents.
+        multiples: supported intervals in blocks.
+        step_tokens: tokens after which a prefill step ends anyway, so that a stop there is free; None charges every stop.
     """
+
+    def cost(interval: int) -> float:
+        extra = 1.0 if step_tokens is None else extra_steps(interval, step_tokens)
+        return interval_cost(interval, length, snapshot_tokens, ratio, stop_tokens * extra)
+
     candidates = [block * multiple for multiple in multiples if block * multiple < length] + [max(length, block)]
-    return min(
-        reversed(candidates), key=lambda interval: interval_cost(interval, length, snapshot_tokens, ratio, stop_tokens)
-    )
+    return min(reversed(candidates), key=cost)
+
+
+def extra_steps(interval: int, step_tokens: int) -> float:
+    """Steps that a stop every `interval` tokens adds to each interval of prefill, when steps hold `step_tokens`: [0, 1)."""
+    return math.ceil(interval / step_tokens) - interval / step_tokens
 
 
 def grid(start: int, end: int, interval: int, block: int) -> list[int]:
@@ -68,8 +86,3 @@ def grid(start: int, end: int, interval: int, block: int) -> list[int]:
     if last <= start:
         return []
     return [*range(start + interval, last, interval), last]
-
-
-def merge(positions: Iterable[int], others: Iterable[int]) -> list[int]:
-    """Sorted union of two sets of positions."""
-    return sorted({*positions, *others})

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_histate.geometry import GIB, MIB, CacheGeometry, access_ratio, read_seconds
-from lmcache_histate.scorer.interval import MULTIPLES, choose_interval, grid, interval_cost, merge, optimal_interval
+from lmcache_histate.scorer.interval import MULTIPLES, choose_interval, grid, interval_cost, optimal_interval
 
 QWEN = CacheGeometry(block_tokens=528, kv_bytes_per_token=32 * 1024, snapshot_bytes=49.1 * MIB)
 
@@ -91,7 +91,3 @@ def test_grid_ends_with_the_last_block_boundary(start, length, interval):
         assert gaps[-1] <= interval * block
     else:
         assert places == []
-
-
-def test_merge_is_a_sorted_union():
-    assert merge([64, 256], [128, 256]) == [64, 128, 256]
