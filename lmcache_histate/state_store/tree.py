@@ -379,6 +379,10 @@ class PrefixTree:
         """The objects of one node, kind and tier, by rank."""
         return self._columns.objects(node, self.hashes[node], kind, tier)
 
+    def is_whole(self, node: int) -> bool:
+        """Whether the KV of the whole prefix is complete. O(1)."""
+        return self._whole[node] != 0
+
     # -- what follows from an object ------------------------------------------------------------------------------
 
     def _completed(self, node: int, kind: int, now: float) -> None:
