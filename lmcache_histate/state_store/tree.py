@@ -178,7 +178,7 @@ class PrefixTree:
                 self._previous[following] = before
             del self.namespaces[self.space[node]].nodes[self.hashes[node]]
             self._released(node)
-            self._last_path = []
+            self._forget_path()
             self.hashes[node] = b""
             self.parent[node] = NO_NODE
             self._whole[node] = 0
@@ -254,7 +254,7 @@ class PrefixTree:
     def _attach(self, node: int, above: int) -> None:
         """Hang the detached `node`, with all that is below it, under `above`."""
         self._hang(node, above)
-        self._last_path = []
+        self._forget_path()
         self._attached(node)
         if self.position[above] >= 0:
             block = self.namespaces[self.space[node]].geometry.block_tokens
@@ -298,6 +298,11 @@ class PrefixTree:
             self._last_path = last[:depth] + tail[::-1]
             self._last_array = np.array(self._last_path, dtype=np.int64)
         return self._last_array
+
+    def _forget_path(self) -> None:
+        """Nodes of the last path may hang elsewhere from now on."""
+        self._last_path = []
+        self._last_array = np.zeros(0, dtype=np.int64)
 
     def children(self, node: int) -> Iterator[int]:
         """Children of `node`, the newest first."""

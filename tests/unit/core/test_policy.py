@@ -291,6 +291,20 @@ def test_paths_that_were_only_looked_up_are_forgotten():
     assert len(policy.tree) == 1
 
 
+def test_a_path_that_is_gone_takes_nothing_from_the_next_one():
+    """Node ids are reused: what a freed path left behind would be counted for another session."""
+    policy = make()
+    serve(policy, path("c", 1), [1])
+    serve(policy, path("a", 3), [2, 3])
+    policy.order.settle()
+    for hashes, kinds in ((path("a", 1, start=2), Kind), (path("a", 2), [Kind.KV]), (path("a", 2), [Kind.SNAPSHOT])):
+        policy.removed("m", [CacheObject(h, kind, 0, Tier.CPU) for h in hashes for kind in kinds], 2.0)
+    policy.tree.expire(1000.0)
+    serve(policy, path("b", 3), [3])
+    policy.order.settle()
+    assert policy.reach.share(policy.tree.namespaces[0].nodes[b"b2"]) == pytest.approx(0.5)
+
+
 def test_two_namespaces_never_meet():
     policy = make()
     policy.add_namespace("n", GEOMETRY)
