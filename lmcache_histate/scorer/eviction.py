@@ -153,7 +153,7 @@ class EvictionOrder:
             before = tree.previous_restorable(node)
             start = float(tree.position[before]) if before != NO_NODE else 0.0
             price = self._cost.recompute(start, float(tree.position[node]))
-        freed = nbytes / tree.namespaces[tree.space[node]].geometry.kv_bytes_per_token
+        freed = nbytes / tree.kv_bytes_per_token[tree.space[node]]
         accessed = tree.last_access[node] - TAIL_FIRST * tree.position[node]
         return accessed + self.tau * max(0.0, hits) * price / max(freed, 1e-9)
 
@@ -184,8 +184,8 @@ class EvictionOrder:
         price = self._cost.recompute(start, position)
         for index in np.flatnonzero(np.frombuffer(tree.unit_backed[tier], dtype=np.uint8)[nodes]).tolist():
             price[index] = self._cost.fetch(float(nbytes[index]), self._copy_tier(int(nodes[index]), tier))
-        per_token = np.array([space.geometry.kv_bytes_per_token for space in tree.namespaces])
-        freed = nbytes / per_token[np.frombuffer(tree.space, dtype=np.uint16)[nodes]]
+        per_token = np.frombuffer(tree.kv_bytes_per_token, dtype=np.float64)
+        freed = nbytes / per_token[np.frombuffer(tree.space, dtype=np.uint32)[nodes]]
         accessed = np.frombuffer(tree.last_access, dtype=np.float64)[nodes] - TAIL_FIRST * position
         values: Floats = accessed + self.tau * hits * price / np.maximum(freed, 1e-9)
         return values

@@ -60,7 +60,7 @@ class PrefixTree:
     Two facts are derived and kept current: a node is *whole* when its KV and that of all its ancestors is complete, and
     *restorable* when it is whole and its snapshot is complete. Complete means every rank's object is in some tier.
 
-    Subclasses extend the `_kv_in`, `_kv_out`, `_entered`, `_left` and `_released` hooks.
+    Subclasses extend the hooks at the end of the class.
 
     Args:
         pending_s: seconds that a chunk which was only looked up stays known while nothing was stored for it.
@@ -68,10 +68,13 @@ class PrefixTree:
 
     def __init__(self, pending_s: float = 60.0) -> None:
         self.namespaces: list[Namespace] = []
+        self.kv_bytes_per_token = array("d")
+        """Of every namespace, by its number."""
+        self._by_name: dict[str, Namespace] = {}
         self.parent = array("i")
         self.position = array("i")
         """Tokens in the prefix that ends with the node; -1 while detached."""
-        self.space = array("H")
+        self.space = array("I")
         """Number of the node's namespace."""
         self.last_access = array("d")
         """Seconds: last use of the snapshot at a restorable node, of the KV elsewhere."""
@@ -103,16 +106,18 @@ class PrefixTree:
         Raises:
             ValueError: the name is registered with another geometry.
         """
-        for known in self.namespaces:
-            if known.name == name:
-                if known.geometry != geometry:
-                    raise ValueError(f"namespace {name!r} is registered with {known.geometry}, not {geometry}")
-                return known
+        known = self._by_name.get(name)
+        if known is not None:
+            if known.geometry != geometry:
+                raise ValueError(f"namespace {name!r} is registered with {known.geometry}, not {geometry}")
+            return known
         number = len(self.namespaces)
         root = self._allocate(b"", number, NO_NODE, 0)
         self._whole[root] = 1
         added = Namespace(name, number, geometry, (1 << geometry.ranks) - 1, root, {})
         self.namespaces.append(added)
+        self.kv_bytes_per_token.append(geometry.kv_bytes_per_token)
+        self._by_name[name] = added
         return added
 
     def __len__(self) -> int:
@@ -129,7 +134,7 @@ class PrefixTree:
         first = self.capacity
         for column in (self.parent, self.position, self._child, self._next, self._previous):
             column.frombytes(bytes(4 * nodes))
-        self.space.frombytes(bytes(2 * nodes))
+        self.space.frombytes(bytes(4 * nodes))
         self.last_access.frombytes(bytes(8 * nodes))
         self._columns.grow(nodes)
         self._whole.extend(bytes(nodes))
