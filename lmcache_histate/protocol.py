@@ -42,8 +42,10 @@ class PlacementFacts(msgspec.Struct, frozen=True):
     """Mean residence time of KV over that of snapshots (``T_KV / T_state``); 1 until something was evicted."""
     snapshot_tokens: float = 0.0
     """Bytes of one snapshot over bytes of one token's KV (``N_s``), as stored; 0 while unknown."""
-    internal_hit_rate: float = 0.5
-    """Expected share of hits that land inside a session instead of at its end, 0 to 1."""
+    pressure: float = 1.0
+    """How much a snapshot's bytes displace, 0 to 1: the fill of its tier until something was evicted there, then 1."""
+    internal_hits_per_token: float = 0.0
+    """Expected hits inside a segment for each of its tokens, over its life; 0 while unknown."""
 
 
 class DropSnapshots(msgspec.Struct, frozen=True):

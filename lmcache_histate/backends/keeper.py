@@ -33,6 +33,7 @@ from lmcache_histate.backends.events import (
 from lmcache_histate.backends.layout import Layouts, ModelLayout, Namespace, namespace_of
 from lmcache_histate.backends.mover import Mover
 from lmcache_histate.backends.room import DISK_HEADROOM, RoomMaker
+from lmcache_histate.backends.segments import SegmentStatistics
 from lmcache_histate.config import Config
 from lmcache_histate.geometry import GIB
 from lmcache_histate.protocol import PlacementFacts
@@ -115,6 +116,7 @@ class Keeper:
         self._overtaken: deque[tuple[float, Namespace, bytes]] = deque()
         self._facts: dict[tuple[str, int], PlacementFacts] = {}
         self._counts = dict.fromkeys(("lookups", "hits", "demoted_snapshots", "dropped_snapshots", "errors"), 0)
+        self._segments = SegmentStatistics()
         self._core = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="histate-keeper", daemon=True)
@@ -201,7 +203,8 @@ class Keeper:
         return PlacementFacts(
             residence_ratio=self.policy.residence_ratio(now),
             snapshot_tokens=layout.geometry(self._chunk_tokens).snapshot_tokens if layout.is_hybrid else 0.0,
-            internal_hit_rate=1.0 - self.policy.access.observed_end_probability,
+            pressure=self._room.pressure(),
+            internal_hits_per_token=self._segments.internal_hits_per_token,
         )
 
     # Events
@@ -278,6 +281,9 @@ class Keeper:
         self._place_undecided()
         self._counts["lookups"] += 1
         self.policy.lookup(namespace.name, event.chunk_hashes, event.time)
+        self._segments.looked_up(
+            (len(event.chunk_hashes) - event.hit_chunks) * self._chunk_tokens, self._goes_on(namespace, event)
+        )
         if event.kv_chunks:
             self._counts["hits"] += event.hit_chunks > 0
             self.policy.hit(
@@ -287,6 +293,12 @@ class Keeper:
                 event.hit_chunks * self._chunk_tokens,
                 event.time,
             )
+
+    def _goes_on(self, namespace: Namespace, event: Looked) -> bool:
+        """Whether the cached path goes on where the prompt left it: a hit inside, not at an end. O(children)."""
+        tree = self.policy.tree
+        node = self._node(namespace, event.chunk_hashes[event.kv_chunks - 1]) if event.kv_chunks else NO_NODE
+        return node != NO_NODE and any(tree.is_whole(child) for child in tree.children(node))
 
     def _place_undecided(self) -> None:
         """Objects found on disk at start-up, once their model is known: their places come from the catalogue. O(n) once."""

@@ -59,11 +59,25 @@ class RoomMaker:
         self._high = settings.cpu_high_watermark
         self._low = settings.cpu_low_watermark
         self._disk_limit = disk_limit
+        self._evicted = {Tier.CPU: False, Tier.DISK: False}
         self.counts = dict.fromkeys(("evicted_from_cpu", "evicted_from_disk", "locked_victims"), 0)
 
     def disk_bytes(self) -> int:
         """Bytes that the disk tier holds; 0 without one."""
         return int(self._disk.get_usage().total_bytes_used) if self._disk is not None else 0
+
+    def pressure(self) -> float:
+        """How full the tier of historical snapshots is, 0 to 1; 1 once anything had to go from it. O(1).
+
+        While there is room, a snapshot displaces nothing: the paper's rule alone would save too few of them.
+        """
+        tier = Tier.DISK if self._disk is not None else Tier.CPU
+        if self._evicted[tier]:
+            return 1.0
+        if self._disk is not None:
+            return min(1.0, self.disk_bytes() / self._disk_limit)
+        used, total = self._parts.manager.get_l1_usage()
+        return min(1.0, used / (self._high * total))
 
     def make_room(self, now: float, urgent: bool = False) -> None:
         """One round for each tier. O(victims), and nothing when neither tier is short.
@@ -145,6 +159,7 @@ class RoomMaker:
         self.counts["locked_victims"] += locked
         if locked and victim.tier is Tier.CPU:
             return 0
+        self._evicted[victim.tier] = True
         self.counts["evicted_from_disk"] += self._delete_on_disk(on_disk)
         if not locked:
             # Not left to the events that follow: the next victim of this round may be what this one has uncovered.

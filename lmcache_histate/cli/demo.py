@@ -27,8 +27,9 @@ from lmcache_histate.replay.processes import StartError, cache_folder, unwinding
 from lmcache_histate.replay.tiny_model import ensure_tiny_model
 from lmcache_histate.replay.workload import Step, WorkloadSpec, make_script
 
-CAPACITY = Capacity(pool_blocks=200, memory_bytes=64 << 20, disk_bytes=128 << 20)
-"""Less of each tier than the workload would fill: with room for everything no policy could show a difference."""
+CAPACITY = Capacity(pool_blocks=256, memory_bytes=64 << 20, disk_bytes=256 << 20)
+"""vLLM's pool holds two of the five sessions, CPU memory about half of the KV, the disk everything for a while: with room
+for all of it no policy could show a difference."""
 
 TITLES = {name: backend.title for name, backend in BACKENDS.items()}
 

@@ -11,6 +11,8 @@ from lmcache_histate.scorer.interval import choose_interval
 
 ASK_SECONDS = 1.0
 """The server's facts are moving averages: asking more often than this tells nothing new."""
+FEWEST_HITS = 0.01
+"""Least expected hits of a segment: one in a hundred is what snapshots insure against in any case."""
 ANSWER_SECONDS = 30.0
 """A question without an answer for this long is given up; the last known facts stay in use."""
 
@@ -34,7 +36,7 @@ class Placement:
     Args:
         interval: ``"adaptive"``, a token count, or ``"final-only"`` (the setting ``histate.interval``).
         block_size: Recurrent block size in tokens; intervals are multiples of it.
-        step_tokens: Token budget of one scheduler step (``max_num_batched_tokens``).
+        step_tokens: Token budget of one scheduler step (``max_num_batched_tokens``): a stop where a step ends anyway is free.
         source: Where the server's facts come from.
         facts: What to go by until the server answered.
         steps_ahead: Steps that the scheduler runs ahead of the engine (``StepCost``).
@@ -82,11 +84,16 @@ class Placement:
             return self._setting
         if self._setting == "final-only" or self.facts.snapshot_tokens <= 0.0:
             return None
+        facts = self.facts
+        # The rule weighs what one hit recomputes against what the snapshots take: expected hits put both on one scale.
+        hits = segment_tokens * facts.internal_hits_per_token if facts.internal_hits_per_token else 1.0
+        hits = max(hits, FEWEST_HITS)
         interval = choose_interval(
             segment_tokens,
-            self.facts.snapshot_tokens,
+            facts.snapshot_tokens * facts.pressure / hits,
             self._block_size,
-            ratio=self.facts.residence_ratio,
-            stop_tokens=self.step_cost.tokens / max(self.facts.internal_hit_rate, 0.01),
+            ratio=facts.residence_ratio,
+            stop_tokens=self.step_cost.tokens / hits,
+            step_tokens=self._step_tokens,
         )
         return None if interval >= segment_tokens else interval

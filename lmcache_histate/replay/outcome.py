@@ -46,8 +46,8 @@ class RequestOutcome:
 
     @property
     def recomputed_tokens(self) -> int:
-        """Prompt tokens that vLLM computed."""
-        return self.prompt_tokens - self.hit_tokens
+        """Prompt tokens that were computed although they had been sent or received before. New tokens are no loss."""
+        return max(0, self.known_tokens - self.hit_tokens)
 
 
 @dataclass(frozen=True)

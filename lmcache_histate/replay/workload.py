@@ -75,11 +75,11 @@ class WorkloadSpec:
     """
 
     seed: int = 0
-    sessions: int = 6
-    turns: int = 14
+    sessions: int = 5
+    turns: int = 11
     system_tokens: int = 768
-    first_tokens: tuple[int, int] = (1024, 3072)
-    turn_tokens: tuple[int, int] = (64, 256)
+    first_tokens: tuple[int, int] = (4096, 7168)
+    turn_tokens: tuple[int, int] = (192, 1280)
     answer_tokens: int = 24
     rewind_share: float = 0.35
     forks: int = 4

@@ -251,7 +251,7 @@ def test_without_a_connector_the_model_itself_holds(engine: MakeEngine, asynchro
 
 @BOTH
 def test_the_adaptive_interval_places_stops_that_are_honoured(engine: MakeEngine, asynchronous: bool) -> None:
-    server = Server(64, facts=PlacementFacts(residence_ratio=1.0, snapshot_tokens=20.0, internal_hit_rate=1.0))
+    server = Server(64, facts=PlacementFacts(residence_ratio=1.0, snapshot_tokens=20.0))
     made = engine(interval="adaptive", asynchronous=asynchronous, server=server)
     made.submit("first", tokens(0, 100), answer=1)
     made.run()

@@ -182,7 +182,7 @@ def test_the_adaptive_interval_is_a_block_multiple_that_follows_pressure_and_the
     placement = adaptive(Source())
 
     def interval(**facts: float) -> int:
-        placement.facts = PlacementFacts(**{"snapshot_tokens": 192.0, "internal_hit_rate": 1.0} | facts)
+        placement.facts = PlacementFacts(**{"snapshot_tokens": 192.0, "internal_hits_per_token": 1 / 64_000} | facts)
         found = placement.interval(64_000)
         assert found is not None
         assert found % 64 == 0
@@ -190,7 +190,9 @@ def test_the_adaptive_interval_is_a_block_multiple_that_follows_pressure_and_the
 
     relaxed = interval()
     assert interval(residence_ratio=8.0) > relaxed
-    assert interval(internal_hit_rate=0.01) > relaxed
+    assert interval(internal_hits_per_token=1 / 1_000_000) > relaxed
+    assert interval(internal_hits_per_token=1 / 6_400) < relaxed
+    assert interval(pressure=0.01) < relaxed
     for index, tokens in enumerate(sizes(400)):
         clock.now += 0.1 + 0.0001 * ([*sizes(400)][index - 1] if index else 0)
         placement.on_step(tokens)

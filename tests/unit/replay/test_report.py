@@ -39,7 +39,7 @@ def test_summaries_add_up():
         4,
         400,
         240,
-        160,
+        120,
     )
     assert summary.hit_rate == pytest.approx(0.6)
     assert summary.mean_ttft_s == pytest.approx(0.25)
@@ -51,7 +51,7 @@ def test_the_main_table_names_every_back_end_and_its_wrong_outputs():
     assert "Back end A" in shown
     assert "ref." in shown
     row = next(line for line in shown.splitlines() if "Back end B" in line)
-    assert row.split()[-9:] == ["B", "4", "400", "320", "80", "250", "200", "400", "1"]
+    assert row.split()[-9:] == ["B", "4", "400", "320", "40", "250", "200", "400", "1"]
     assert "…" not in shown
 
 
@@ -67,7 +67,7 @@ def test_json_and_plot_are_written(tmp_path):
     verdicts = {"b": Verdict(3, (), (3,), math.inf)}
     report.save_json(report.to_json(runs, verdicts, {"seed": 0}), tmp_path / "results.json")
     value = json.loads((tmp_path / "results.json").read_text())
-    assert value["runs"][0]["summary"]["recomputed_tokens"] == 160
+    assert value["runs"][0]["summary"]["recomputed_tokens"] == 120
     assert value["runs"][0]["outputs"] is None
     assert value["runs"][1]["outputs"]["largest_difference_nats"] is None
     report.save_plot(runs, TITLES, tmp_path / "plot.png")
