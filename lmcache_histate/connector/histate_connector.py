@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPConnectorMetadata, LMCacheMPRequestMetadata
+from lmcache.integration.vllm.lmcache_mp_metadata import (
+    LMCacheMPConnectorMetadata,
+    LMCacheMPRequestMetadata,
+    LMCacheMPRequestState,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
 
 from lmcache_histate.backends.arguments import connector_extra_config, server_environment
 from lmcache_histate.config import Config, check_machine, load_config_or_defaults
@@ -21,8 +26,10 @@ from lmcache_histate.protocol import PlacementFacts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)
@@ -48,6 +55,7 @@ class HiStateConnector(CpuHybridConnector):
     ) -> None:
         self._planner: CapturePlanner | None = None
         self._fence: StoreFence | None = None
+        self._failed_loads: set[str] = set()
         self._recurrent_groups = guards.recurrent_groups(kv_cache_config)
         block_size = guards.recurrent_block_size(kv_cache_config)
         config = load_config_or_defaults(os.environ)
@@ -126,12 +134,27 @@ class HiStateConnector(CpuHybridConnector):
         Returns:
             As ``KVConnectorBase_V1.get_num_new_matched_tokens``.
         """
+        if request.request_id in self._failed_loads and request.status == RequestStatus.PREEMPTED:
+            # LMCache looks a preempted request up again and again after a failed load, while vLLM still counts the first
+            # reservation against it: with a pool that cannot hold both, nothing would ever be admitted again.
+            self.scheduler_adapter.cleanup_lookup_result(request.request_id)
+            self._get_or_create_request_tracker(request).state = LMCacheMPRequestState.BYPASS_LMCACHE
         external, load_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if self._planner is not None and external is not None:
             usable = 0 if request.skip_reading_prefix_cache else external
             self._placement.on_request()
             self._planner.plan(request, num_computed_tokens + usable)
         return external, load_async
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Stock bookkeeping; a request that was admitted without its failed load may use the cache again."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._failed_loads.discard(request.request_id)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Stock bookkeeping; loads that failed are remembered until their requests are admitted without them."""
+        super().update_connector_output(connector_output)
+        self._failed_loads.update(connector_output.failed_recving)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Stock metadata of this step, less the snapshots that nobody planned; then every armed stop moves on."""
@@ -146,6 +169,7 @@ class HiStateConnector(CpuHybridConnector):
                 self._filter_snapshots(planner, store)
         planner.on_step(scheduler_output.num_scheduled_tokens)
         planner.forget(scheduler_output.finished_req_ids)
+        self._failed_loads -= scheduler_output.finished_req_ids
         if planner.stops_overrun and not self._overrun_reported:
             self._overrun_reported = True
             logger.error(

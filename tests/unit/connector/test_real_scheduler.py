@@ -311,7 +311,7 @@ def mixed_load(made: Engine, seed: int) -> None:
             continue
         history.append(made.submit(f"r{index}", prompt, answer, priority=generator.randint(0, 3)))
         for _ in range(generator.choice([0, 0, 1, 5, 30])):
-            # vLLM retries a failed load of a preempted request against its own reservation, so those may not fail.
+            # A failed load of a preempted request that fills most of the pool can block vLLM's admission for good.
             preempted = any(request.num_preemptions for request in made.requests.values())
             made.worker.fail_loads = not preempted and generator.random() < 0.1
             if made.scheduler.has_requests():

@@ -192,14 +192,13 @@ def test_the_adaptive_interval_is_a_block_multiple_that_follows_pressure_and_the
     assert interval(residence_ratio=8.0) > relaxed
     assert interval(internal_hits_per_token=1 / 1_000_000) > relaxed
     assert interval(internal_hits_per_token=1 / 6_400) < relaxed
-    dense = interval(pressure=0.01)
-    assert dense < relaxed
+    dense = interval(internal_hits_per_token=1 / 6_400)
+    assert dense < 2048
     for index, tokens in enumerate(sizes(400)):
         clock.now += 0.1 + 0.0001 * ([*sizes(400)][index - 1] if index else 0)
         placement.on_step(tokens)
     assert placement.step_cost.tokens == pytest.approx(1000, rel=0.05)
-    assert interval(pressure=0.01) > dense
-    assert interval() % 2048 == 0, "stops where a step ends anyway are free"
+    assert interval(internal_hits_per_token=1 / 6_400) == 2048, "a stop where a step ends anyway is free"
 
 
 def test_a_segment_shorter_than_its_best_interval_gets_its_end_only(clock: Clock) -> None:
