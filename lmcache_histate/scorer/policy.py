@@ -98,13 +98,13 @@ class CachePolicy:
 
     Args:
         settings: what the user chose.
-        capacities: bytes of the tiers. Only the tuner of `tau="auto"` needs them, to scale its shadow; without them tau
-            stays at 0, plain LRU.
+        capacities: bytes of the tiers that are evicted from here. Only the tuner of `tau="auto"` needs them, to scale
+            its shadow; without them tau stays at 0, plain LRU.
     """
 
     def __init__(self, settings: PolicySettings | None = None, capacities: Mapping[Tier, float] | None = None) -> None:
         self.settings = settings or PolicySettings()
-        self.capacities = dict(capacities or {})
+        self.capacities = {tier: nbytes for tier, nbytes in (capacities or {}).items() if tier in MANAGED}
         self.tree = UnitTree(self.settings.pending_s)
         self.access = AccessModel(self.settings.placement, self.settings.end_prior)
         self.cost = CostModel(self.settings.cost_unit)
@@ -161,9 +161,8 @@ class CachePolicy:
         match = self.tree.visit(space, hashes, now)
         block = space.geometry.block_tokens
         if self.tuner is not None and match.nodes:
-            capacity = sum(self.capacities.values())
             lineage = self.tree.lineage[match.nodes[-1]]
-            tau = self.tuner.turn(lineage, namespace, hashes, len(match.nodes) * block, capacity, now)
+            tau = self.tuner.turn(lineage, namespace, hashes, len(match.nodes) * block, self.capacities, now)
             if tau is not None:
                 self.publish(tau)
         return Lookup(match.whole * block, match.restorable * block)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lmcache_histate.geometry import CacheGeometry
@@ -12,14 +12,15 @@ from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
 if TYPE_CHECKING:
     from lmcache_histate.scorer.policy import CachePolicy
 
-SHADOW_TIER = Tier.DISK
-"""All tiers of the real cache are one here: what counts is what the cache as a whole still holds."""
 MIN_VICTIMS = 256
-"""Units that one turn may evict, besides two for each object that it stores."""
+"""Units that one turn may evict from a tier, besides two for each object that it stores."""
 
 
 class ShadowCache:
-    """One tier of a given capacity, filled by whole turns.
+    """The tiers of the real cache, smaller, filled by whole turns.
+
+    KV and final snapshots go to the upper tier, historical snapshots to the lower one; KV that is read back is copied up;
+    what the upper tier has no room for moves down if it is worth it there. With one tier, all of that is in it.
 
     Args:
         policy: a policy of its own, with a fixed tau.
@@ -42,29 +43,53 @@ class ShadowCache:
         self._geometry[name] = single
         self._policy.add_namespace(name, single)
 
-    def turn(self, namespace: str, hashes: Sequence[bytes], tokens: int, capacity: float, now: float) -> float:
-        """Serve one turn that ends at `tokens` and keep within `capacity` bytes; return the work it recomputed.
+    def turn(
+        self, namespace: str, hashes: Sequence[bytes], tokens: int, capacities: Mapping[Tier, float], now: float
+    ) -> float:
+        """Serve one turn that ends at `tokens`, keep every tier within its bytes; return the work it recomputed.
 
         In token equivalents. O(path + objects evicted). One turn evicts a bounded number of units; after the capacity
         was halved it takes some turns to get there, in which all shadows hold more than they should alike.
         """
-        policy, geometry = self._policy, self._geometry[namespace]
-        block = geometry.block_tokens
+        policy, block = self._policy, self._geometry[namespace].block_tokens
+        upper, lower = min(capacities), max(capacities)
         found = policy.lookup(namespace, hashes, now)
         if found.kv_tokens:
             policy.hit(namespace, hashes, found.kv_tokens, found.resume_tokens, now)
-        kv, state = int(geometry.chunk_bytes), int(geometry.snapshot_bytes)
-        saved = [CacheObject(chunk, Kind.KV, 0, SHADOW_TIER, kv) for chunk in hashes[found.kv_tokens // block :]]
-        places = policy.place(namespace, found.resume_tokens, tokens, now)
-        ends = (hashes[place // block - 1] for place in places if place // block <= len(hashes))
-        saved.extend(CacheObject(chunk, Kind.SNAPSHOT, 0, SHADOW_TIER, state) for chunk in ends)
-        policy.stored(namespace, saved, now)
+        places = [place // block for place in policy.place(namespace, found.resume_tokens, tokens, now)]
+        ends = [hashes[place - 1] for place in places if place <= len(hashes)]
+        stored = self._kv(namespace, hashes[found.kv_tokens // block :], upper)
+        if lower != upper:
+            stored += self._kv(namespace, hashes[: found.resume_tokens // block], upper)
+        stored += self._snapshots(namespace, ends[:-1], lower) + self._snapshots(namespace, ends[-1:], upper)
+        policy.stored(namespace, stored, now)
+        if ends and found.resume_tokens and lower != upper:
+            self._overtaken(namespace, hashes[found.resume_tokens // block - 1], upper, lower, now)
         policy.end_turn(namespace, hashes, tokens, now)
-        for _ in range(MIN_VICTIMS + 2 * len(saved)):
-            if policy.tree.tier_bytes[SHADOW_TIER] <= capacity:
-                break
-            victim = policy.next_victim(SHADOW_TIER, now)
-            if victim is None:
-                break
-            policy.discard(victim, now)
+        for tier in sorted(capacities):
+            self._make_room(tier, lower, capacities, MIN_VICTIMS + 2 * len(stored), now)
         return self._cost.recompute(float(found.resume_tokens), float(tokens))
+
+    def _kv(self, namespace: str, hashes: Sequence[bytes], tier: Tier) -> list[CacheObject]:
+        nbytes = int(self._geometry[namespace].chunk_bytes)
+        return [CacheObject(chunk, Kind.KV, 0, tier, nbytes) for chunk in hashes]
+
+    def _snapshots(self, namespace: str, hashes: Sequence[bytes], tier: Tier) -> list[CacheObject]:
+        nbytes = int(self._geometry[namespace].snapshot_bytes)
+        return [CacheObject(chunk, Kind.SNAPSHOT, 0, tier, nbytes) for chunk in hashes]
+
+    def _overtaken(self, namespace: str, chunk: bytes, upper: Tier, lower: Tier, now: float) -> None:
+        """The snapshot that the turn resumed from is historical now."""
+        self._policy.stored(namespace, self._snapshots(namespace, [chunk], lower), now)
+        self._policy.removed(namespace, self._snapshots(namespace, [chunk], upper), now)
+
+    def _make_room(self, tier: Tier, lower: Tier, capacities: Mapping[Tier, float], limit: int, now: float) -> None:
+        policy, held = self._policy, self._policy.tree.tier_bytes
+        for _ in range(limit):
+            victim = policy.next_victim(tier, now) if held[tier] > capacities[tier] else None
+            if victim is None:
+                return
+            if tier != lower and policy.worth_moving(victim, lower, capacities[lower] - held[lower]):
+                policy.moved(victim, lower, now)
+            else:
+                policy.discard(victim, now)

@@ -15,12 +15,13 @@ there are more than `MAX_TURNS_PER_SECOND`. A change of the live value re-prices
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from lmcache_histate.geometry import CacheGeometry
+from lmcache_histate.state_store.objects import Tier
 
 CLASSES = 256
 """Sampling classes of paths: the values of a lineage byte."""
@@ -48,8 +49,10 @@ class Shadow(Protocol):
     def add_namespace(self, name: str, geometry: CacheGeometry) -> None:
         """Register a namespace."""
 
-    def turn(self, namespace: str, hashes: Sequence[bytes], tokens: int, capacity: float, now: float) -> float:
-        """Serve one turn that ends at `tokens` and keep within `capacity` bytes; return the work recomputed."""
+    def turn(
+        self, namespace: str, hashes: Sequence[bytes], tokens: int, capacities: Mapping[Tier, float], now: float
+    ) -> float:
+        """Serve one turn that ends at `tokens`, keep every tier within its bytes; return the work it recomputed."""
 
 
 class TauTuner:
@@ -98,7 +101,13 @@ class TauTuner:
             shadow.add_namespace(name, geometry)
 
     def turn(
-        self, lineage: int, namespace: str, hashes: Sequence[bytes], tokens: int, capacity: float, now: float
+        self,
+        lineage: int,
+        namespace: str,
+        hashes: Sequence[bytes],
+        tokens: int,
+        capacities: Mapping[Tier, float],
+        now: float,
     ) -> float | None:
         """A request came; returns the tau that should be live from now on if that changed, else None.
 
@@ -107,12 +116,12 @@ class TauTuner:
             namespace: where the path belongs.
             hashes: the whole path of the turn.
             tokens: its length.
-            capacity: bytes of the real cache.
+            capacities: bytes of the real cache's tiers.
             now: seconds.
         """
         if lineage >= self.classes:
             return None
-        scaled = capacity * self.rate
+        scaled = {tier: nbytes * self.rate for tier, nbytes in capacities.items()}
         self._work *= 1.0 - 1.0 / MEMORY_TURNS
         self._work[lineage] += [shadow.turn(namespace, hashes, tokens, scaled, now) for shadow in self._shadows]
         self._turns += 1

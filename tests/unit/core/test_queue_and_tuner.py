@@ -11,6 +11,7 @@ from lmcache_histate.geometry import CacheGeometry
 from lmcache_histate.scorer.policy import CachePolicy
 from lmcache_histate.scorer.queue import ABSENT, MIN_FRONT, FloorQueue
 from lmcache_histate.scorer.settings import PolicySettings
+from lmcache_histate.scorer.shadow import ShadowCache
 from lmcache_histate.scorer.tuner import CHECK_TURNS, MEMORY_TURNS, TauTuner
 from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
 
@@ -65,19 +66,22 @@ def test_new_floors_for_everything():
     assert (len(queue), queue.peek(), queue.floor(0)) == (2, 2, ABSENT)
 
 
+ROOM = {Tier.CPU: 1000.0}
+
+
 class KnownShadow:
     """A shadow whose work a turn is given by its tau."""
 
     def __init__(self, tau: float, work: dict[float, float]) -> None:
         self.tau, self.work, self.turns, self.chunks = tau, work, 0, 0
-        self.capacity = 0.0
+        self.capacities: dict[Tier, float] = {}
 
     def add_namespace(self, name, geometry):
         pass
 
-    def turn(self, namespace, hashes, tokens, capacity, now):
+    def turn(self, namespace, hashes, tokens, capacities, now):
         self.turns += 1
-        self.capacity = capacity
+        self.capacities = capacities
         return self.work.get(self.tau, 100.0)
 
 
@@ -94,7 +98,7 @@ def tuner_of(
 
 
 def run(tuner: TauTuner, turns: int) -> list[float]:
-    changes = (tuner.turn(i % 256, "m", [b"a"], 10, 1000.0, float(i)) for i in range(turns))
+    changes = (tuner.turn(i % 256, "m", [b"a"], 10, ROOM, float(i)) for i in range(turns))
     return [tau for tau in changes if tau is not None]
 
 
@@ -120,7 +124,7 @@ def test_one_lucky_session_of_a_sample_changes_nothing():
     tuner, _ = tuner_of(work)
     tuner.classes = 64
     for _ in range(CHECK_TURNS // 2):
-        tuner.turn(7, "m", [b"a"], 10, 1.0, 0.0)
+        tuner.turn(7, "m", [b"a"], 10, ROOM, 0.0)
     work[60.0] = 99.0
     assert run(tuner, 256) == []
     work[60.0] = 80.0  # Now all sessions gain.
@@ -151,23 +155,42 @@ def test_sampling_gets_sparser_when_a_shadow_is_full():
     run(tuner, 256)
     assert tuner.rate == 1.0
     shadows[0].chunks = 101
-    tuner.turn(0, "m", [b"a"], 10, 1000.0, 0.0)
+    tuner.turn(0, "m", [b"a"], 10, ROOM, 0.0)
     shadows[0].chunks = 0
     assert tuner.rate == 0.5
     before = shadows[0].turns
     run(tuner, 256)
     assert shadows[0].turns - before == 128
-    assert shadows[0].capacity == 500.0
+    assert shadows[0].capacities == {Tier.CPU: 500.0}
 
 
 @pytest.mark.parametrize(("seconds", "rate"), [(0.3, 1.0), (0.2, 0.5)])
 def test_sampling_gets_sparser_when_requests_are_many(seconds, rate):
     tuner, _ = tuner_of({})
     for i in range(2 * MEMORY_TURNS):
-        tuner.turn(i % 128, "m", [b"a"], 10, 1.0, i * seconds)
+        tuner.turn(i % 128, "m", [b"a"], 10, ROOM, i * seconds)
         if tuner.rate < 1.0:
             break
     assert tuner.rate == rate
+
+
+def test_a_shadow_keeps_to_its_tiers_and_moves_what_it_has_no_room_for():
+    policy = CachePolicy(PolicySettings(tau=60.0, interval=200))
+    shadow = ShadowCache(policy, policy.cost)
+    shadow.add_namespace("m", CacheGeometry(100, 10, 3000, ranks=2))
+    room = {Tier.CPU: 20_000.0, Tier.DISK: 40_000.0}
+    a, b = [b"a%d" % i for i in range(10)], [b"b%d" % i for i in range(10)]
+    assert shadow.turn("m", a, 1000, room, 1.0) == 1000
+    held = policy.tree.tier_bytes
+    assert held[:2] == [13_000, 12_000]  # KV and the final snapshot above, four historical ones below.
+    assert shadow.turn("m", b, 1000, room, 2.0) == 1000
+    assert held[Tier.CPU] <= room[Tier.CPU]
+    assert held[Tier.CPU] + held[Tier.DISK] == 50_000
+    assert shadow.turn("m", a, 1000, room, 3.0) == 0  # Its tail is below, and is read back.
+    for turn in range(10):
+        shadow.turn("m", [b"%d-%d" % (turn, i) for i in range(10)], 1000, room, 4.0 + turn)
+        assert held[Tier.CPU] <= room[Tier.CPU]
+        assert held[Tier.DISK] <= room[Tier.DISK]
 
 
 def drive(policy: CachePolicy, capacity: int) -> int:
