@@ -95,7 +95,7 @@ def main_table(runs: Sequence[RunOutcome], titles: Mapping[str, str], verdicts: 
     table = Table(
         title="Prompt tokens (recomputed: sent before, computed again); time to first token in ms",
         box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),  # nine columns in a terminal of 80
+        padding=(0, 0),  # nine columns in a terminal of 80; the box itself separates them
         pad_edge=False,
     )
     table.add_column("", no_wrap=True)
