@@ -124,7 +124,11 @@ def run() -> None:
                 engine.call("benchmarks.engine:set_interval", interval=interval)
                 seconds[interval].append(one(engine, prompt(LONG_PROMPT_TOKENS)))
         table = Table(
-            "interval, tokens", "stops", "TTFT, s", "ratio to final-only", title=f"Prefill of {LONG_PROMPT_TOKENS:,} tokens"
+            "interval, tokens",
+            "stops",
+            "TTFT, s",
+            "ratio to final-only",
+            title=f"Prefill of {LONG_PROMPT_TOKENS:,} tokens",
         )
         least = statistics.median(seconds["final-only"])
         for interval, values in seconds.items():

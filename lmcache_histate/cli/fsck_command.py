@@ -66,7 +66,9 @@ def fsck_command(
             found.add_row(problem.value, str(count), str(mended[problem]))
         console.print(found)
         for finding in report.findings[:SHOWN]:
-            console.print(f"  {finding.problem.value}: {finding.path} ({finding.detail})", highlight=False, soft_wrap=True)
+            console.print(
+                f"  {finding.problem.value}: {finding.path} ({finding.detail})", highlight=False, soft_wrap=True
+            )
         if len(report.findings) > SHOWN:
             console.print(f"  ... and {len(report.findings) - SHOWN} more")
     if report.clean:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -117,7 +118,7 @@ def fixed(tmp_path_factory: pytest.TempPathFactory) -> Cache:
     return Cache(tmp_path_factory.mktemp("fixed"), interval=INTERVAL)
 
 
-def test_rewinds_hit_the_nearest_stop_and_the_disk_serves_a_new_engine(
+def test_rewinds_hit_the_nearest_stop_and_appends_resume_after_the_answer(
     fixed: Cache, engine_settings: EngineSettings, reference: Callable[..., Any]
 ) -> None:
     base = harness.tokens(3000, seed=1)
@@ -173,11 +174,12 @@ def test_preemption_in_the_middle_of_a_plan_changes_no_output(
         assert cache.status()["errors"] == 0
 
 
-def test_requests_go_on_while_the_server_dies_and_comes_back(
+def test_requests_go_on_while_the_server_dies_and_the_disk_serves_whoever_comes_back(
     tmp_path: Path, engine_settings: EngineSettings, reference: Callable[..., Any]
 ) -> None:
     cache = Cache(tmp_path / "cache", interval=INTERVAL, autostart=False, write_through=True)
-    command = [*("histate", "server", "-c", str(cache.file)), *("--chunk-size", str(BLOCK_TOKENS))]
+    command = [sys.executable, "-m", "lmcache_histate.cli.main", "server", "-c", str(cache.file)]
+    command += ["--chunk-size", str(BLOCK_TOKENS)]
     address = f"http://localhost:{cache.http_port}/healthcheck"
     settings = cache.engine(engine_settings)
     settings = replace(
@@ -221,6 +223,16 @@ def test_requests_go_on_while_the_server_dies_and_comes_back(
             answer = generate(engine, rewind)
             assert answer.cached_tokens == 900 // INTERVAL * INTERVAL
             reference(rewind, answer)
+        # vLLM comes back as well, to a server that has nothing but its disk.
+        server.send_signal(signal.SIGTERM)
+        server.wait()
+        server = scope.start(command, log)
+        wait_until_healthy(server, address, log)
+        with harness.engine(tmp_path / "second", settings) as engine:
+            for prompt, completion in zip(prompts, before, strict=True):
+                answer = generate(engine, prompt)
+                assert answer.cached_tokens == (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+                assert answer.tokens == completion.tokens
 
 
 @pytest.mark.parametrize(
