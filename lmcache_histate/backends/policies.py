@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 
 from lmcache.lmcache_native import Bitmap
+from lmcache.logging import init_logger
 from lmcache.v1.distributed.api import FetchingPolicy, GroupedObjectKeys, ObjectKey
 from lmcache.v1.distributed.storage_controllers.prefetch_policy import DefaultPrefetchPolicy, PrefetchPlan
 from lmcache.v1.distributed.storage_controllers.store_policy import StorePolicy
@@ -20,6 +21,8 @@ from lmcache.v1.distributed.storage_controllers.utils import (
 from lmcache_histate.backends.events import Looked
 from lmcache_histate.backends.layout import namespace_of, object_bytes
 from lmcache_histate.state_store.objects import Kind
+
+logger = init_logger(__name__)
 
 
 class HiStateStorePolicy(StorePolicy):
@@ -92,19 +95,23 @@ class HiStatePrefetchPolicy(DefaultPrefetchPolicy):
         plan = super().plan_load(
             key_groups, l1_locked_keys, l2_locked_keys, l1_manager_descs, l2_adapter_descs, fetching_policy
         )
-        if key_groups and key_groups[0].keys:
-            self._on_lookup(
-                describe_lookup(
-                    key_groups, [l1_locked_keys, l2_locked_keys], [plan.l1_planned_keys, plan.l2_planned_keys]
-                )
-            )
-            from_below = sum(
-                row.popcount() * object_bytes(group.layout_desc)
-                for group, row in zip(key_groups, _union([plan.l2_planned_keys]), strict=False)
-            )
-            if from_below:
-                self._make_room_for(from_below)
+        try:
+            self._tell(key_groups, l1_locked_keys, l2_locked_keys, plan)
+        except Exception:
+            # LMCache's prefetch thread serves every request: what is only reported on the side must not stop it.
+            logger.exception("HiState could not take note of a lookup")
         return plan
+
+    def _tell(self, key_groups: list[GroupedObjectKeys], in_cpu: MapState, below: MapState, plan: PrefetchPlan) -> None:
+        if not key_groups or not key_groups[0].keys:
+            return
+        self._on_lookup(describe_lookup(key_groups, [in_cpu, below], [plan.l1_planned_keys, plan.l2_planned_keys]))
+        from_below = sum(
+            row.popcount() * object_bytes(group.layout_desc)
+            for group, row in zip(key_groups, _union([plan.l2_planned_keys]), strict=False)
+        )
+        if from_below:
+            self._make_room_for(from_below)
 
     def plan_l1_retention(
         self, keys: list[ObjectKey], l1_manager_desc: L1ManagerDescriptor, l2_adapter_desc: L2AdapterDescriptor

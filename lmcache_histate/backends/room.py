@@ -59,6 +59,7 @@ class RoomMaker:
         self._high = settings.cpu_high_watermark
         self._low = settings.cpu_low_watermark
         self._disk_limit = disk_limit
+        self._stranded_on_disk: list[ObjectKey] = []
         self._evicted = {Tier.CPU: False, Tier.DISK: False}
         self.counts = dict.fromkeys(("evicted_from_cpu", "evicted_from_disk", "locked_victims"), 0)
 
@@ -86,6 +87,9 @@ class RoomMaker:
             now: Seconds, monotonic.
             urgent: A store has just found no room, whatever the watermarks say.
         """
+        if self._stranded_on_disk:
+            self.counts["evicted_from_disk"] += self._delete_on_disk(self._stranded_on_disk)
+            self._stranded_on_disk = []
         self._make_room_in_cpu(now, urgent)
         self._make_room_on_disk(now)
 
@@ -102,7 +106,7 @@ class RoomMaker:
             victim = self._policy.next_victim(Tier.CPU, now)
             if victim is None:
                 return
-            missing -= self._delete_victim(victim, now)
+            missing -= self._delete_victim(victim, now, wait_for_disk=False)
 
     def _make_room_in_cpu(self, now: float, urgent: bool) -> None:
         used, total = self._parts.manager.get_l1_usage()
@@ -142,10 +146,15 @@ class RoomMaker:
             lambda key: self._chains.place_of(self._policy.tree, space, key, layout.group_kinds),
         )
 
-    def _delete_victim(self, victim: Victim, now: float) -> int:
+    def _delete_victim(self, victim: Victim, now: float, wait_for_disk: bool = True) -> int:
         """Delete a victim and what it strands, in both tiers; returns the bytes freed in its own.
 
         Locked objects are passed over: what depends on them stays, and the unit is offered again later.
+
+        Args:
+            victim: The unit.
+            now: Seconds, monotonic.
+            wait_for_disk: Delete files at once; a request that waits leaves them to the controller's next round.
         """
         namespace = Namespace.of_name(victim.namespace)
         layout = self._layouts.of(namespace)
@@ -160,7 +169,10 @@ class RoomMaker:
         if locked and victim.tier is Tier.CPU:
             return 0
         self._evicted[victim.tier] = True
-        self.counts["evicted_from_disk"] += self._delete_on_disk(on_disk)
+        if wait_for_disk:
+            self.counts["evicted_from_disk"] += self._delete_on_disk(on_disk)
+        else:
+            self._stranded_on_disk += on_disk
         if not locked:
             # Not left to the events that follow: the next victim of this round may be what this one has uncovered.
             self._policy.discard(victim, now)

@@ -17,7 +17,7 @@ def test_the_prior_is_one_hit_a_segment_and_fades() -> None:
     assert statistics.internal_hits_per_token == pytest.approx(8 / 9 / 1000)
     for _ in range(799):
         statistics.looked_up(1000, inside=False)
-    assert statistics.internal_hits_per_token == pytest.approx(0.01 / 1000, rel=0.02)
+    assert statistics.internal_hits_per_token == pytest.approx(0.01 / 1000, rel=0.1)
 
 
 def test_a_workload_that_rewinds_every_other_turn_is_learned() -> None:
