@@ -111,8 +111,8 @@ class HiStateSettings(_Settings):
     )
     placement: Annotated[Literal["uniform", "histogram"], _words("uniform", "histogram")] = Field(
         default="uniform",
-        description="Where snapshots go. uniform: evenly spaced by the interval; histogram: the same number, placed "
-        "where earlier requests came back.",
+        description="Where hits are expected when the cache is valued for eviction. uniform: anywhere inside a session "
+        "alike; histogram: as far from its end as earlier requests came back. Snapshots are spaced evenly in both cases.",
     )
     refresh: Annotated[Literal["all", "used", "none"], _words("all", "used", "none")] = Field(
         default="all",
