@@ -312,7 +312,13 @@ def recovery(root: Path, objects: int) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="a folder on the disk to measure; emptied of what the run leaves")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        nargs="?",
+        default=Path(".bench"),
+        help="a folder on the disk to measure; emptied of what the run leaves (default .bench)",
+    )
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--objects", type=int, default=100_000)
     parser.add_argument("--skip-recovery", action="store_true")
