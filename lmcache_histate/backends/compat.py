@@ -95,8 +95,3 @@ class StorageParts:
     def resident(self, keys: Iterable[ObjectKey]) -> list[ObjectKey]:
         """Those of ``keys`` that CPU memory holds right now."""
         return [key for key in keys if self.l1_manager.get_object_state(key) is not None]
-
-    def all_resident(self) -> list[ObjectKey]:
-        """Every key in CPU memory. O(n) under the L1 lock: for start-up and tests only."""
-        with self.l1_manager._lock:
-            return list(self.l1_manager._objects)

@@ -15,7 +15,7 @@ from enum import Enum, auto
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.internal_api import L1ManagerListener, L2AdapterListener
 from lmcache.v1.mp_observability.event import Event, EventType
-from lmcache.v1.mp_observability.event_bus import EventBus, EventCallback, EventSubscriber
+from lmcache.v1.mp_observability.event_bus import EventCallback, EventSubscriber
 
 from lmcache_histate.backends.disk.core import Put
 from lmcache_histate.state_store.objects import Tier
@@ -186,10 +186,6 @@ class BusSubscriber(EventSubscriber):
             EventType.MP_TOKENS: self._on_tokens,
             EventType.L1_ALLOCATION_FAILED: lambda _: self._queue.put(AllocationFailed()),
         }
-
-    def register(self, bus: EventBus) -> None:
-        """Subscribe on ``bus``."""
-        super().register(bus)
 
     def _on_tokens(self, event: Event) -> None:
         data = event.metadata
