@@ -112,7 +112,7 @@ class Keeper:
             disk_limit,
         )
         self._registered: dict[Namespace, CoreNamespace] = {}
-        self._undecided: deque[ObjectsChanged] = deque(maxlen=100_000)
+        self._undecided: dict[tuple[str, int], deque[ObjectsChanged]] = {}
         self._overtaken: deque[tuple[float, Namespace, bytes]] = deque(maxlen=100_000)
         self._facts: dict[tuple[str, int], PlacementFacts] = {}
         self._counts = dict.fromkeys(("lookups", "hits", "demoted_snapshots", "dropped_snapshots", "errors"), 0)
@@ -253,7 +253,9 @@ class Keeper:
             layout = self._register(namespace)
             if layout is None:
                 # Objects of an earlier run, found on disk before the model's workers are back.
-                self._undecided.append(ObjectsChanged(event.change, event.tier, keys, event.time))
+                model = namespace.model_name, namespace.world_size
+                waiting = self._undecided.setdefault(model, deque(maxlen=100_000))
+                waiting.append(ObjectsChanged(event.change, event.tier, keys, event.time))
                 continue
             objects = [entry for key in keys for entry in layout.objects_of(key, event.tier)]
             if event.change is Change.STORED:
@@ -306,12 +308,15 @@ class Keeper:
         return node != NO_NODE and any(tree.is_whole(child) for child in tree.children(node))
 
     def _place_undecided(self) -> None:
-        """Objects found on disk at start-up, once their model is known: their places come from the catalogue. O(n) once."""
-        if not self._undecided:
+        """Objects found on disk at start-up, once their model is known: their places come from the catalogue.
+
+        O(models that are not known yet), and O(n log n) once a model.
+        """
+        known = [model for model in self._undecided if self._layouts.find(*model) is not None]
+        if not known:
             return
-        waiting, self._undecided = list(self._undecided), deque(maxlen=self._undecided.maxlen)
         self._link(self._chains.on_disk(), time.monotonic())
-        for event in waiting:
+        for event in [event for model in known for event in self._undecided.pop(model)]:
             self._objects_changed(event)
 
     # Snapshots that a later one has overtaken

@@ -148,6 +148,25 @@ def test_after_a_restart_the_disk_serves_what_it_held(start: Callable[..., Stora
     assert [tree.position[space.nodes[chunk]] for chunk in path] == [CHUNK * (index + 1) for index in range(12)]
 
 
+def test_what_another_model_left_on_disk_is_not_read_at_every_lookup(
+    start: Callable[..., Storage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = start(write_through=True)
+    path = chunk_hashes("a", 4)
+    keys = storage.store(path, 0, 4, snapshots=[3])
+    assert eventually(lambda: storage.on_disk(keys) == keys)
+    storage.close()
+
+    monkeypatch.setattr("storage.MODEL", "other")
+    again = start(write_through=True)
+    scans: list[None] = []
+    monkeypatch.setattr(again.keeper._chains, "on_disk", lambda: scans.append(None) or iter(()))
+    for number in range(3):
+        again.lookup(chunk_hashes(f"b{number}", 4))
+    assert eventually(lambda: again.keeper.status()["lookups"] == 3)
+    assert not scans
+
+
 def test_tensor_parallel_ranks_leave_together(start: Callable[..., Storage]) -> None:
     storage = start(world_size=2)
     path = chunk_hashes("a", 8)
