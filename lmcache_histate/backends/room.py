@@ -101,6 +101,8 @@ class RoomMaker:
         LMCache reserves a whole load at once, and a load that finds no room is recomputed from the first token. O(victims).
         """
         used, total = self._parts.manager.get_l1_usage()
+        if nbytes > total:
+            return  # it will not fit whatever goes
         missing = nbytes - (total - used)
         while missing > 0:
             victim = self._policy.next_victim(Tier.CPU, now)
