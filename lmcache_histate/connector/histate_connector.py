@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.histate")  # vLLM shows what is logged below its own name
 
 
 class HiStateConnector(CpuHybridConnector):
@@ -154,7 +154,9 @@ class HiStateConnector(CpuHybridConnector):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Stock bookkeeping; loads that failed are remembered until their requests are admitted without them."""
         super().update_connector_output(connector_output)
-        self._failed_loads.update(connector_output.failed_recving)
+        if self._planner is not None:
+            # Of live requests only: nobody would ever take an aborted one out again.
+            self._failed_loads.update(name for name in connector_output.failed_recving if self._planner.get(name))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Stock metadata of this step, less the snapshots that nobody planned; then every armed stop moves on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.histate")  # vLLM shows what is logged below its own name
 
 STOCK_CONNECTOR = "LMCacheMPConnector"
 
