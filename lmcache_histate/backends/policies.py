@@ -31,11 +31,13 @@ class HiStateStorePolicy(StorePolicy):
     Args:
         disk_index: LMCache's index of the disk adapter, or None without one.
         write_through: Write everything to disk when it is stored, too (the setting ``histate.write_through``).
+        keep_in_cpu: Whether CPU memory is a tier, or only a buffer on the way down (the setting ``local_cpu``).
     """
 
-    def __init__(self, disk_index: int | None, write_through: bool) -> None:
+    def __init__(self, disk_index: int | None, write_through: bool, keep_in_cpu: bool = True) -> None:
         self._disk_index = disk_index
-        self._write_through = write_through
+        self._write_through = write_through or not keep_in_cpu
+        self._keep_in_cpu = keep_in_cpu
 
     def select_store_targets(
         self, keys: list[ObjectKey], adapters: list[L2AdapterDescriptor]
@@ -56,8 +58,8 @@ class HiStateStorePolicy(StorePolicy):
         }
 
     def select_l1_deletions(self, keys: list[ObjectKey]) -> list[ObjectKey]:
-        """Nothing: the controller decides what leaves CPU memory."""
-        return []
+        """Nothing, since the controller decides what leaves CPU memory; all, where that is only a buffer."""
+        return [] if self._keep_in_cpu else list(keys)
 
 
 class HiStatePrefetchPolicy(DefaultPrefetchPolicy):
@@ -67,6 +69,7 @@ class HiStatePrefetchPolicy(DefaultPrefetchPolicy):
         on_lookup: Called once per planned lookup, on LMCache's prefetch thread; must not block.
         make_room_for: Called with the bytes of CPU memory that a load from below is about to reserve.
         kind_of: Whether an object is KV or a snapshot.
+        keep_in_cpu: As in ``HiStateStorePolicy``.
     """
 
     def __init__(
@@ -74,10 +77,12 @@ class HiStatePrefetchPolicy(DefaultPrefetchPolicy):
         on_lookup: Callable[[Looked], None],
         make_room_for: Callable[[int], None],
         kind_of: Callable[[ObjectKey], Kind | None],
+        keep_in_cpu: bool = True,
     ) -> None:
         self._on_lookup = on_lookup
         self._make_room_for = make_room_for
         self._kind_of = kind_of
+        self._keep_in_cpu = keep_in_cpu
 
     def plan_load(
         self,
@@ -117,7 +122,7 @@ class HiStatePrefetchPolicy(DefaultPrefetchPolicy):
         self, keys: list[ObjectKey], l1_manager_desc: L1ManagerDescriptor, l2_adapter_desc: L2AdapterDescriptor
     ) -> list[bool]:
         """KV that was worth reading back stays in CPU memory; a snapshot is read once and has its copy below."""
-        return [self._kind_of(key) == Kind.KV for key in keys]
+        return [self._keep_in_cpu and self._kind_of(key) == Kind.KV for key in keys]
 
 
 def describe_lookup(

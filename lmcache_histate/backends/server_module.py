@@ -86,8 +86,8 @@ class HiStateServerModule:
             context.chunk_size,
         )
         parts.take_over_policies(
-            HiStateStorePolicy(disk[0].index if disk else None, config.histate.write_through),
-            HiStatePrefetchPolicy(self._queue.put, self._keeper.make_room_for, self._kind_of),
+            HiStateStorePolicy(disk[0].index if disk else None, config.histate.write_through, config.local_cpu),
+            HiStatePrefetchPolicy(self._queue.put, self._keeper.make_room_for, self._kind_of, config.local_cpu),
         )
         parts.l1_manager.register_listener(CpuListener(self._queue))
         for descriptor, adapter in adapters:

@@ -199,7 +199,9 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     return condition()
 
 
-def hybrid_config(disk: Path | None, cpu_gib: float, disk_gib: float = 1.0, **histate: Any) -> Config:
+def hybrid_config(
+    disk: Path | None, cpu_gib: float, disk_gib: float = 1.0, local_cpu: bool = True, **histate: Any
+) -> Config:
     """A configuration of small tiers."""
     tiers = {} if disk is None else {"local_disk": str(disk), "max_local_disk_size": disk_gib}
-    return Config(max_local_cpu_size=cpu_gib, **tiers, histate=histate)
+    return Config(max_local_cpu_size=cpu_gib, local_cpu=local_cpu, **tiers, histate=histate)

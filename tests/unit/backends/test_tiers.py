@@ -65,6 +65,15 @@ def test_snapshots_stay_in_cpu_memory_when_the_setting_says_so(start: Callable[.
     assert storage.resident(keys) == keys
 
 
+def test_cpu_memory_can_be_a_buffer_only(start: Callable[..., Storage]) -> None:
+    storage = start(local_cpu=False)
+    path = chunk_hashes("a", 8)
+    keys = storage.store(path, 0, 8, snapshots=[3, 7])
+    for _ in range(2):
+        assert eventually(lambda: storage.on_disk(keys) == keys and not storage.resident(keys))
+        assert storage.lookup(path) == 8
+
+
 def test_a_full_cpu_tier_makes_room_instead_of_dropping_stores(start: Callable[..., Storage]) -> None:
     storage = start(cpu_gib=16 * MIB, eviction="lru")  # about 250 chunks of KV
     last: list[bytes] = []
