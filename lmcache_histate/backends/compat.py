@@ -1,6 +1,7 @@
 """Every touch of a private part of LMCache, checked when the server starts. Written against lmcache 0.5.6.
 
-Nothing else in this package reads an attribute of LMCache that starts with an underscore.
+Nothing else in this package reads an attribute of LMCache that starts with an underscore, but for the protected members
+of the classes that it extends (the connector, the L2 adapter).
 """
 
 from __future__ import annotations

@@ -154,8 +154,8 @@ class HiStateSettings(_Settings):
     )
     directory: Annotated[str | None, BeforeValidator(_directory)] = Field(
         default=None,
-        description="redis:// or rediss:// URL of the directory in which several instances tell each other what "
-        "they hold. Absent: this instance alone.",
+        description="redis:// or rediss:// URL of the directory in which several instances are to tell each other what "
+        "they hold. Reserved: it is checked, and has no effect in this version.",
     )
     cpu_high_watermark: Annotated[float, BeforeValidator(_fraction)] = Field(
         default=0.9, description="Fraction of max_local_cpu_size in use above which eviction begins, 0 to 1."
