@@ -7,9 +7,8 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from lmcache_histate.replay.processes import ProcessScope, free_ports, http_json, wait_until_healthy
+from lmcache_histate.replay.processes import ProcessScope, free_ports, wait_until_healthy
 
 GIB = 1 << 30
 
@@ -94,14 +93,6 @@ class CacheServer:
             StartError: It ended, or the time is over.
         """
         wait_until_healthy(self.process, self.health_url, self.log, timeout_s)
-
-    def clear(self) -> None:
-        """Drop what its memory holds (not the disk)."""
-        http_json(f"http://127.0.0.1:{self.http_port}/cache/clear", {"force": True})
-
-    def status(self) -> Any:
-        """LMCache's own status report."""
-        return http_json(f"http://127.0.0.1:{self.http_port}/status")
 
 
 def start_cache_server(scope: ProcessScope, folder: Path, settings: CacheServerSettings) -> CacheServer:

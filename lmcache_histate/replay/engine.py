@@ -6,8 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -268,18 +267,3 @@ class EngineProcess:
 
     def _died(self) -> EngineDied:
         return EngineDied(f"the engine process ended; end of {self.log}:\n{log_tail(self.log)}")
-
-
-@contextmanager
-def running_engine(settings: EngineSettings, log: Path) -> Iterator[EngineProcess]:
-    """An engine that is ready, and gone afterwards with everything that it started.
-
-    Args:
-        settings: The engine.
-        log: File for everything vLLM prints.
-    """
-    with ProcessScope() as scope:
-        engine = EngineProcess(scope, settings, log)
-        engine.connect()
-        yield engine
-        engine.stop()
