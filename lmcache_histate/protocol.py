@@ -26,6 +26,8 @@ class ServerFacts(msgspec.Struct, frozen=True):
     """Whether the server runs with ``--separate-object-groups``."""
     null_block_id: int
     """Block id that means "no data here": chunks of such blocks are not stored."""
+    settings_digest: str = ""
+    """Name of the settings that the server runs with (``backends.arguments.settings_digest``)."""
 
 
 class PlacementQuery(msgspec.Struct, frozen=True):

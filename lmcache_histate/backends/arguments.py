@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
+
+import xxhash
 
 from lmcache_histate.config import Config
 from lmcache_histate.config.remote import remote_adapter
@@ -19,6 +21,17 @@ CONNECTOR_NAME = "HiStateConnector"
 CONNECTOR_MODULE = "lmcache_histate.connector.histate_connector"
 SERVER_MODULE = "lmcache_histate.backends.server_module"
 SERVER_FACTORY = "build_server_module"
+SERVER_SETTINGS = ("local_cpu", "max_local_cpu_size", "local_disk", "max_local_disk_size", "remote_url")
+CLIENT_SETTINGS = (
+    "enabled",
+    "interval",
+    "save_answers",
+    "autostart",
+    "autostart_timeout",
+    "allow_untested_versions",
+    "directory",
+)
+"""Settings of the ``histate:`` section that only the connector reads."""
 
 SECRET_VARIABLES = (
     "LMCACHE_RESP_USERNAME",
@@ -110,6 +123,18 @@ def server_module_spec(config: Config, chunk_size: int) -> dict[str, Any]:
     if config.histate.directory is not None:
         settings["histate"]["directory"] = strip_credentials(config.histate.directory)
     return {"module_path": SERVER_MODULE, "factory_name": SERVER_FACTORY, "config": settings}
+
+
+def settings_digest(settings: Mapping[str, Any]) -> str:
+    """A short name for the settings that a server's behaviour depends on, to tell two servers apart.
+
+    `settings` is ``config`` of :func:`server_module_spec`: the connector compares its own with that of the server it joins.
+    """
+    server_side = {name: settings.get(name) for name in SERVER_SETTINGS}
+    server_side["histate"] = {
+        name: value for name, value in settings.get("histate", {}).items() if name not in CLIENT_SETTINGS
+    }
+    return xxhash.xxh3_64_hexdigest(_json(server_side).encode())
 
 
 def server_environment(config: Config) -> dict[str, str]:

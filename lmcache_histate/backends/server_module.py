@@ -15,7 +15,7 @@ from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
 from lmcache_histate import __version__
 from lmcache_histate.backends import compat
-from lmcache_histate.backends.arguments import forget_secrets
+from lmcache_histate.backends.arguments import forget_secrets, settings_digest
 from lmcache_histate.backends.events import BusSubscriber, CpuListener, EventQueue, LowerTierListener
 from lmcache_histate.backends.keeper import Keeper
 from lmcache_histate.backends.layout import Layouts, Namespace, namespace_of
@@ -58,7 +58,7 @@ def build_server_module(build: ExtServerModuleBuildContext) -> HiStateServerModu
             "lmcache server must run with --separate-object-groups: with one object group a chunk without a snapshot "
             "is stored as if it had one, and hits return wrong tokens."
         )
-    return HiStateServerModule(context, config)
+    return HiStateServerModule(context, config, settings_digest(build.config))
 
 
 class HiStateServerModule:
@@ -67,10 +67,12 @@ class HiStateServerModule:
     Args:
         context: LMCache's ``MPCacheServerContext``.
         config: The resolved configuration.
+        digest: Name of the settings, told to connectors that join.
     """
 
-    def __init__(self, context: Any, config: Config) -> None:
+    def __init__(self, context: Any, config: Config, digest: str = "") -> None:
         self._context = context
+        self._digest = digest
         self._config = config
         parts = compat.StorageParts.of(context.storage_manager)
         self._layouts = Layouts(context.layout_desc_registry)
@@ -140,6 +142,7 @@ class HiStateServerModule:
                 chunk_size=self._context.chunk_size,
                 separate_object_groups=self._context.separate_object_groups,
                 null_block_id=self._context.null_block_id,
+                settings_digest=self._digest,
             )
         )
 

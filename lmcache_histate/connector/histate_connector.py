@@ -14,7 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
-from lmcache_histate.backends.arguments import connector_extra_config, server_environment
+from lmcache_histate.backends.arguments import (
+    connector_extra_config,
+    server_environment,
+    server_module_spec,
+    settings_digest,
+)
 from lmcache_histate.config import Config, check_machine, load_config_or_defaults
 from lmcache_histate.connector import guards
 from lmcache_histate.connector.capture_plan import CapturePlanner
@@ -92,6 +97,13 @@ class HiStateConnector(CpuHybridConnector):
         self._link = ServerLink(self.scheduler_adapter)
         for url, facts in self._link.hello():
             guards.check_server(facts, block_size, url)
+            wanted = settings_digest(server_module_spec(config, block_size)["config"])
+            if config.starts_server and facts.settings_digest != wanted:
+                logger.warning(
+                    "An LMCache server was already running at %s, with other settings than this configuration's; it is "
+                    "used as it is. To apply the configuration, stop that server, then start vLLM again.",
+                    url,
+                )
         if guards.stop_is_honoured() is False:
             logger.error(
                 "This vLLM does not end a prefill step at shared_prefix_boundary: HiState cannot place snapshots, "
