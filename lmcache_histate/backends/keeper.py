@@ -98,6 +98,7 @@ class Keeper:
             ),
             capacities,
         )
+        self._undecided: dict[tuple[str, int], deque[ObjectsChanged]] = {}
         self._chains = Chains(disk, chunk_tokens)
         self._mover = (
             Mover(parts, disk, queue, settings.max_disk_writes_per_day * GIB or None) if disk is not None else None
@@ -110,9 +111,9 @@ class Keeper:
             (disk, self._mover) if disk is not None and self._mover is not None else None,
             settings,
             disk_limit,
+            self._undecided,
         )
         self._registered: dict[Namespace, CoreNamespace] = {}
-        self._undecided: dict[tuple[str, int], deque[ObjectsChanged]] = {}
         self._overtaken: deque[tuple[float, Namespace, bytes]] = deque(maxlen=100_000)
         self._facts: dict[tuple[str, int], PlacementFacts] = {}
         self._counts = dict.fromkeys(("lookups", "hits", "demoted_snapshots", "dropped_snapshots", "errors"), 0)

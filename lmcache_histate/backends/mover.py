@@ -52,8 +52,8 @@ class Mover:
         self.counts = dict.fromkeys(("moved_to_disk", "bytes_moved_to_disk", "failed_moves"), 0)
 
     def has_room(self, nbytes: int, now: float) -> bool:
-        """Whether a move of ``nbytes`` may start now. O(1)."""
-        return now >= self._paused_until and self.bytes_in_flight + nbytes <= self._limit
+        """Whether a move of ``nbytes`` may start now. One that exceeds the limit by itself goes alone. O(1)."""
+        return now >= self._paused_until and (not self._in_flight or self.bytes_in_flight + nbytes <= self._limit)
 
     def within_budget(self, nbytes: int, now: float) -> bool:
         """Whether the day's write budget holds ``nbytes`` more. O(1)."""
@@ -82,10 +82,14 @@ class Mover:
             return 0
         objects: list[Any] = [reserved[key][1] for key in moving]
         sizes = [int(obj.get_size()) for obj in objects]
+        try:
+            future = self._disk.put(moving, objects, [place_of(key) for key in moving])
+        except Exception:
+            self._parts.l1_manager.finish_read(moving)
+            raise
         self._in_flight.update(zip(moving, sizes, strict=True))
         self.bytes_in_flight += sum(sizes)
         self._allowance -= sum(sizes)
-        future = self._disk.put(moving, objects, [place_of(key) for key in moving])
         future.add_done_callback(lambda done: self._queue.put(MoveEnded(moving, done.result())))
         return sum(sizes)
 

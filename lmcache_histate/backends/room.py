@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from lmcache.logging import init_logger
 from lmcache.v1.distributed.api import ObjectKey
@@ -10,7 +10,7 @@ from lmcache.v1.distributed.api import ObjectKey
 from lmcache_histate.backends.chains import Chains
 from lmcache_histate.backends.compat import StorageParts
 from lmcache_histate.backends.disk.adapter import HiStateDiskAdapter
-from lmcache_histate.backends.layout import Layouts, Namespace
+from lmcache_histate.backends.layout import Layouts, Namespace, namespace_of
 from lmcache_histate.backends.mover import Mover
 from lmcache_histate.config import HiStateSettings
 from lmcache_histate.scorer.eviction import Victim
@@ -23,6 +23,8 @@ DISK_HEADROOM = 0.05
 """Share of the disk tier kept free for writes that are on their way."""
 CRITICAL = 0.97
 """CPU usage above which more goes than is being written out: waiting for the disk would drop new stores."""
+STRANGERS_SECONDS = 10.0
+"""Pause between two searches for what models left that did not come back."""
 MAX_VICTIMS = 256
 """Victims of one round, so that events are applied in between."""
 
@@ -38,6 +40,7 @@ class RoomMaker:
         disk: The disk tier and what writes to it, or None.
         settings: Watermarks.
         disk_limit: Bytes that the disk tier may hold.
+        strangers: (model, world size) of objects on disk whose model has not come back yet; kept by the caller.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class RoomMaker:
         disk: tuple[HiStateDiskAdapter, Mover] | None,
         settings: HiStateSettings,
         disk_limit: float,
+        strangers: Container[tuple[str, int]] = (),
     ) -> None:
         self._policy = policy
         self._parts = parts
@@ -59,6 +63,8 @@ class RoomMaker:
         self._high = settings.cpu_high_watermark
         self._low = settings.cpu_low_watermark
         self._disk_limit = disk_limit
+        self._strangers = strangers
+        self._strangers_after = float("-inf")
         self._stranded_on_disk: list[ObjectKey] = []
         self._evicted = {Tier.CPU: False, Tier.DISK: False}
         self.counts = dict.fromkeys(("evicted_from_cpu", "evicted_from_disk", "locked_victims"), 0)
@@ -192,6 +198,8 @@ class RoomMaker:
         if self._disk is None:
             return
         excess = self.disk_bytes() - self._disk_limit
+        if excess > 0:
+            excess -= self._delete_strangers(int(excess), now)
         for _ in range(MAX_VICTIMS):
             if excess <= 0:
                 return
@@ -199,6 +207,28 @@ class RoomMaker:
             if victim is None:
                 return
             excess -= self._delete_victim(victim, now)
+
+    def _delete_strangers(self, excess: int, now: float) -> int:
+        """Make room from what models left that have not come back since the server started; returns the bytes freed.
+
+        The core does not know them, so nothing else would ever delete them. Oldest first. O(n log n) in the objects on disk,
+        at most once in ``STRANGERS_SECONDS``.
+        """
+        if self._disk is None or not self._strangers or now < self._strangers_after:
+            return 0
+        self._strangers_after = now + STRANGERS_SECONDS
+        excess = max(excess, int(DISK_HEADROOM * self._disk_limit))  # a search is worth a good piece
+        left = [known for known in self._disk.known() if namespace_of(known.key)[:2] in self._strangers]
+        left.sort(key=lambda known: known.last_access)
+        chosen: list[ObjectKey] = []
+        for known in left:
+            if excess <= 0:
+                break
+            chosen.append(known.key)
+            excess -= known.charge_bytes
+        report = self._disk.delete_keys(chosen)
+        self.counts["evicted_from_disk"] += len(report.deleted)
+        return report.freed_bytes
 
     def _delete_on_disk(self, keys: Sequence[ObjectKey]) -> int:
         return len(self._disk.delete_keys(keys).deleted) if self._disk is not None and keys else 0

@@ -86,8 +86,8 @@ class ServerLink:
             return False
         query = PlacementQuery(self._adapter.model_name, self._adapter.world_size)
         client = next(iter(self._adapter.req_clients.values()))
-        self._placement = client.server_module_call(ServerModuleCallRequest(PLACEMENT, encode(query)))
-        return True
+        self._placement = self._send(client, PLACEMENT, encode(query))
+        return self._placement is not None
 
     def forget_placement(self) -> None:
         """Give up on an open question (its server went away)."""
@@ -99,4 +99,13 @@ class ServerLink:
             return
         message = encode(DropSnapshots(request_id, tuple(positions)))
         for client in self._adapter.req_clients.values():
-            client.server_module_call(ServerModuleCallRequest(DROP_SNAPSHOTS, message))
+            self._send(client, DROP_SNAPSHOTS, message)
+
+    @staticmethod
+    def _send(client: Any, method: str, payload: bytes) -> Any | None:
+        """Send without waiting. A transport in trouble must not reach vLLM's scheduler: the cache is optional."""
+        try:
+            return client.server_module_call(ServerModuleCallRequest(method, payload))
+        except Exception:
+            logger.debug("%s was not sent", method, exc_info=True)
+            return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lmcache_histate.backends.arguments import vllm_arguments
@@ -9,12 +11,12 @@ from lmcache_histate.config import Config
 
 
 @pytest.mark.engine
-def test_vllm_reads_the_flags() -> None:
+def test_vllm_reads_the_flags(tmp_path: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    parsed = EngineArgs.from_cli_args(parser.parse_args(["--model", "m", *vllm_arguments(Config())]))
+    parsed = EngineArgs.from_cli_args(parser.parse_args(["--model", str(tmp_path), *vllm_arguments(Config())]))
     assert parsed.enable_prefix_caching is True
     transfer = parsed.kv_transfer_config
     assert transfer.kv_connector == "HiStateConnector"

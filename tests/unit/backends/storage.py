@@ -53,6 +53,7 @@ class Storage:
         self.config = config
         self.world_size = world_size
         self._closed = False
+        self.model = MODEL
         flags = list(server_arguments(config, CHUNK))
         parser = get_arg_parser()
         known, _ = parser.parse_known_args([*flags, *shlex.split("--no-l1-use-lazy --l1-align-bytes 4096")])
@@ -68,13 +69,14 @@ class Storage:
         if registered:
             self.register()
 
-    def register(self) -> None:
-        """What a worker's registration does."""
+    def register(self, model: str = MODEL) -> None:
+        """What a worker's registration does; keys are those of this model from here on."""
+        self.model = model
         kv = MemoryLayoutDesc([KV_SHAPE], [torch.bfloat16])
         state = MemoryLayoutDesc([STATE_SHAPE], [torch.bfloat16])
         self.layouts = {KV_GROUP: kv, STATE_GROUP: state}
         self.context.layout_desc_registry.register(
-            MODEL,
+            model,
             self.world_size,
             kv,
             AttnWindowDesc([-1, 1], world_size=self.world_size, group_kinds=("attention", "recurrent")),
@@ -91,7 +93,7 @@ class Storage:
         return [
             ObjectKey(
                 chunk_hash,
-                MODEL,
+                self.model,
                 ObjectKey.ComputeKVRank(self.world_size, rank, self.world_size, rank),
                 group,
                 salt,

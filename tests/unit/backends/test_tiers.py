@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from storage import CHUNK, KV_GROUP, STATE_GROUP, Storage, chunk_hashes, eventually, hybrid_config, kv_bytes
 
+from lmcache_histate.backends import room
+
 MIB = 1 / 1024
 
 
@@ -271,3 +273,28 @@ def test_a_load_from_disk_gets_its_room(start: Callable[..., Storage]) -> None:
             break
     assert len(storage.on_disk(kv)) == 64
     assert storage.lookup(first) == 64
+
+
+def test_a_model_that_does_not_come_back_gives_its_disk_to_others(
+    start: Callable[..., Storage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "STRANGERS_SECONDS", 0.0)
+    storage = start(write_through=True, disk_gib=32 * MIB)
+    old = chunk_hashes("old", 320)
+    for begin in range(0, 320, 16):
+        storage.store(old, begin, begin + 16, snapshots=[begin + 15])
+    kv = storage.keys(old, KV_GROUP)
+    assert eventually(lambda: len(storage.on_disk(kv)) == 320)
+    storage.close()
+
+    again = start(write_through=True, disk_gib=32 * MIB, registered=False)
+    again.register("another")
+    numbers = iter(range(100))
+
+    def a_new_session_finds_room() -> bool:
+        path = chunk_hashes(f"s{next(numbers)}", 16)
+        again.store(path, 0, 16, snapshots=[15])
+        return eventually(lambda: len(again.on_disk(again.keys(path, KV_GROUP))) == 16, 0.5)
+
+    assert all(eventually(a_new_session_finds_room) for _ in range(12))
+    assert len(again.on_disk(kv)) < 320 - 100
