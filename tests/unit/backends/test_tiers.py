@@ -168,8 +168,8 @@ def test_what_another_model_left_on_disk_is_not_read_at_every_lookup(
     assert eventually(lambda: storage.on_disk(keys) == keys)
     storage.close()
 
-    monkeypatch.setattr("storage.MODEL", "other")
-    again = start(write_through=True)
+    again = start(write_through=True, registered=False)
+    again.register("other")
     scans: list[None] = []
     monkeypatch.setattr(again.keeper._chains, "on_disk", lambda: scans.append(None) or iter(()))
     for number in range(3):
