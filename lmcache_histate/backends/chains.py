@@ -38,12 +38,10 @@ class Chains:
 
     Args:
         disk: The disk tier, which keeps places durably, or None.
-        chunk_tokens: Tokens of one chunk.
     """
 
-    def __init__(self, disk: HiStateDiskAdapter | None, chunk_tokens: int) -> None:
+    def __init__(self, disk: HiStateDiskAdapter | None) -> None:
         self._disk = disk
-        self.chunk_tokens = chunk_tokens
         self._parents: OrderedDict[bytes, bytes | None] = OrderedDict()
         self._waiting: OrderedDict[bytes, set[Namespace]] = OrderedDict()
 

@@ -7,11 +7,9 @@ of the classes that it extends (the connector, the L2 adapter).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.storage_controllers.prefetch_controller import PrefetchController
 from lmcache.v1.distributed.storage_controllers.prefetch_policy import PrefetchPolicy
 from lmcache.v1.distributed.storage_controllers.store_controller import StoreController
@@ -92,7 +90,3 @@ class StorageParts:
         """
         self.store_controller._policy = store
         self.prefetch_controller._policy = prefetch
-
-    def resident(self, keys: Iterable[ObjectKey]) -> list[ObjectKey]:
-        """Those of ``keys`` that CPU memory holds right now."""
-        return [key for key in keys if self.l1_manager.get_object_state(key) is not None]

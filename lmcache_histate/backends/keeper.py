@@ -99,7 +99,7 @@ class Keeper:
             capacities,
         )
         self._undecided: dict[tuple[str, int], deque[ObjectsChanged]] = {}
-        self._chains = Chains(disk, chunk_tokens)
+        self._chains = Chains(disk)
         self._mover = (
             Mover(parts, disk, queue, settings.max_disk_writes_per_day * GIB or None) if disk is not None else None
         )
@@ -108,7 +108,8 @@ class Keeper:
             parts,
             layouts,
             self._chains,
-            (disk, self._mover) if disk is not None and self._mover is not None else None,
+            disk,
+            self._mover,
             settings,
             disk_limit,
             self._undecided,
@@ -235,8 +236,7 @@ class Keeper:
             return None
         if namespace not in self._registered:
             geometry = layout.geometry(self._chunk_tokens)
-            self.policy.add_namespace(namespace.name, geometry)
-            self._registered[namespace] = self.policy.tree.add_namespace(namespace.name, geometry)
+            self._registered[namespace] = self.policy.add_namespace(namespace.name, geometry)
             model = namespace.model_name, namespace.world_size
             self._facts.setdefault(model, self._describe(layout, time.monotonic()))
         return layout

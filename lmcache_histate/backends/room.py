@@ -37,7 +37,8 @@ class RoomMaker:
         parts: LMCache's storage manager and controllers.
         layouts: Object keys of the core's objects.
         chains: Places of objects, kept with them on disk.
-        disk: The disk tier and what writes to it, or None.
+        disk: The disk tier, or None.
+        mover: What writes to it, or None.
         settings: Watermarks.
         disk_limit: Bytes that the disk tier may hold.
         strangers: (model, world size) of objects on disk whose model has not come back yet; kept by the caller.
@@ -49,7 +50,8 @@ class RoomMaker:
         parts: StorageParts,
         layouts: Layouts,
         chains: Chains,
-        disk: tuple[HiStateDiskAdapter, Mover] | None,
+        disk: HiStateDiskAdapter | None,
+        mover: Mover | None,
         settings: HiStateSettings,
         disk_limit: float,
         strangers: Container[tuple[str, int]] = (),
@@ -58,8 +60,8 @@ class RoomMaker:
         self._parts = parts
         self._layouts = layouts
         self._chains = chains
-        self._disk = disk[0] if disk else None
-        self._mover = disk[1] if disk else None
+        self._disk = disk
+        self._mover = mover
         self._high = settings.cpu_high_watermark
         self._low = settings.cpu_low_watermark
         self._disk_limit = disk_limit
@@ -148,7 +150,7 @@ class RoomMaker:
         layout = self._layouts.of(namespace)
         if layout is None or self._mover is None:
             return 0
-        space = self._policy.tree.add_namespace(namespace.name, layout.geometry(self._chains.chunk_tokens))
+        space = self._policy.space(namespace.name)
         return self._mover.move(
             layout.keys_of(namespace, objects),
             lambda key: self._chains.place_of(self._policy.tree, space, key, layout.group_kinds),

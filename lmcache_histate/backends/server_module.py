@@ -73,7 +73,6 @@ class HiStateServerModule:
     def __init__(self, context: Any, config: Config, digest: str = "") -> None:
         self._context = context
         self._digest = digest
-        self._config = config
         parts = compat.StorageParts.of(context.storage_manager)
         self._layouts = Layouts(context.layout_desc_registry)
         self._queue = EventQueue()

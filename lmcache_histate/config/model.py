@@ -29,10 +29,7 @@ def _chunk_size(value: object) -> object:
     return values.parse_word_or_tokens(value, ("auto",))
 
 
-def _tau(value: object) -> str | float:
-    hint = "Write 'auto', or a positive number of seconds, for example 600."
-    if isinstance(value, str) and value.strip().lower() == "auto":
-        return "auto"
+def _positive_seconds(value: object, hint: str) -> float:
     try:
         seconds = values.parse_number(value)
     except ValueError as error:
@@ -42,14 +39,14 @@ def _tau(value: object) -> str | float:
     return seconds
 
 
+def _tau(value: object) -> str | float:
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return "auto"
+    return _positive_seconds(value, "Write 'auto', or a positive number of seconds, for example 600.")
+
+
 def _seconds(value: object) -> float:
-    try:
-        seconds = values.parse_number(value)
-    except ValueError as error:
-        raise ValueError(f"{error}. Write a positive number of seconds, for example 120.") from None
-    if seconds <= 0:
-        raise ValueError(f"{value!r} is not positive. Write a positive number of seconds, for example 120.")
-    return seconds
+    return _positive_seconds(value, "Write a positive number of seconds, for example 120.")
 
 
 def _fraction(value: object) -> float:

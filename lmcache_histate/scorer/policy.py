@@ -134,8 +134,11 @@ class CachePolicy:
         """The live tau in seconds."""
         return self.order.tau
 
-    def add_namespace(self, name: str, geometry: CacheGeometry) -> None:
+    def add_namespace(self, name: str, geometry: CacheGeometry) -> Namespace:
         """Register a namespace (one model, layout fingerprint and salt). Doing so again changes nothing.
+
+        Returns:
+            What the tree knows it by.
 
         Raises:
             ValueError: it is registered with another geometry.
@@ -143,6 +146,15 @@ class CachePolicy:
         self._spaces[name] = self.tree.add_namespace(name, geometry)
         if self.tuner is not None:
             self.tuner.add_namespace(name, geometry)
+        return self._spaces[name]
+
+    def space(self, name: str) -> Namespace:
+        """What the tree knows a registered namespace by. O(1).
+
+        Raises:
+            KeyError: it is not registered.
+        """
+        return self._spaces[name]
 
     # -- what happened --------------------------------------------------------------------------------------------
 

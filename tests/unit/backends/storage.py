@@ -162,7 +162,8 @@ class Storage:
 
     def resident(self, keys: Sequence[ObjectKey]) -> list[ObjectKey]:
         """Those in CPU memory."""
-        return self.keeper._parts.resident(keys)
+        l1_manager = self.keeper._parts.l1_manager
+        return [key for key in keys if l1_manager.get_object_state(key) is not None]
 
     def on_disk(self, keys: Sequence[ObjectKey]) -> list[ObjectKey]:
         """Those on disk."""
