@@ -33,7 +33,7 @@ test: setup
 	$(BIN)/python -m pytest
 
 test-fast: setup
-	$(BIN)/python -m pytest -m "not engine"
+	$(BIN)/python -m pytest -m "not engine and not slow"
 
 bench: setup
 	$(BIN)/python -m benchmarks
