@@ -24,6 +24,7 @@ from lmcache_histate.config import Config, check_machine, load_config_or_default
 from lmcache_histate.connector import guards
 from lmcache_histate.connector.capture_plan import CapturePlanner
 from lmcache_histate.connector.cpu import CpuHybridConnector, is_cpu_build, use_server_driven_transfers
+from lmcache_histate.connector.health_probe import probes_in_own_context
 from lmcache_histate.connector.placement import Placement
 from lmcache_histate.connector.server_link import ServerLink
 from lmcache_histate.connector.store_fence import StoreFence
@@ -84,7 +85,8 @@ class HiStateConnector(CpuHybridConnector):
                 check_machine(config)
                 # Passwords reach a server that LMCache starts through the environment, not its command line.
                 os.environ.update(server_environment(config))
-        super().__init__(vllm_config, role, kv_cache_config)
+        with probes_in_own_context():
+            super().__init__(vllm_config, role, kv_cache_config)
         if not active:
             return
         assert block_size is not None
