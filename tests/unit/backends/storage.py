@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -187,8 +188,9 @@ class Storage:
 
 
 def content(key: ObjectKey, size: int) -> torch.Tensor:
-    """The bytes that an object must have: all drawn from its key."""
-    seed = hash((key.chunk_hash, key.kv_rank, key.object_group_id, key.cache_salt)) & 0x7FFFFFFF
+    """The bytes that an object must have: all drawn from its key, the same in every process."""
+    name = b"%b %d %d %b" % (key.chunk_hash, key.kv_rank, key.object_group_id, key.cache_salt.encode())
+    seed = zlib.crc32(name)
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
