@@ -182,10 +182,21 @@ class Keeper:
         while not self._stop.is_set():
             try:
                 self._round(self._queue.take(IDLE_SECONDS))
+                self._tune()
             except Exception:
                 # A bug here must not take the server down, nor stop eviction for good.
                 self._counts["errors"] += 1
                 logger.exception("HiState's controller failed on one round; it goes on with the next")
+
+    def _tune(self) -> None:
+        """Let tau learn, in pieces of a few milliseconds between which a load can take the core, until something happens."""
+        more = True
+        while more and not self._stop.is_set():
+            with self._core:
+                more = self.policy.tune()
+            if len(self._queue):
+                return
+            time.sleep(0)  # a lock that is taken again at once would starve who waits for it
 
     def _round(self, events: Sequence[StoreEvent]) -> None:
         with self._core:

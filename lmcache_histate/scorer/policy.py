@@ -11,6 +11,7 @@ A request, in order:
 3. `place(start, end)`: where the new part should get snapshots.
 4. `stored(...)`, `removed(...)` as objects come and go, in any order.
 5. `end_turn(path)`: where the turn ended.
+6. `tune()`, as often as it says that more is waiting and there is time: `tau="auto"` learns.
 
 When a tier is short: `next_victim(tier)`, then copy its objects down (`worth_moving` says whether) or delete them, and
 report either with `moved` or `discard`, or object by object with `stored` and `removed`.
@@ -33,7 +34,7 @@ from lmcache_histate.scorer.placement import best_places
 from lmcache_histate.scorer.reach import PathReach
 from lmcache_histate.scorer.settings import PolicySettings
 from lmcache_histate.scorer.shadow import ShadowCache
-from lmcache_histate.scorer.tuner import TauTuner
+from lmcache_histate.scorer.tuner import TauTuner, Turn
 from lmcache_histate.state_store.objects import CacheObject, Tier
 from lmcache_histate.state_store.plain import PlainNamespace, dump_namespace, load_namespace
 from lmcache_histate.state_store.tree import NO_NODE, Namespace
@@ -162,7 +163,7 @@ class CachePolicy:
         """A request asks for a path: `hashes` are its whole chunks from the first one, in order.
 
         Teaches the tree the order of the chunks, and the tuner what is asked for. Refreshes nothing: that is what `hit`
-        is for. O(path); with `tau="auto"` a sampled session's request is replayed once for each candidate.
+        is for. O(path). With `tau="auto"`, `tune` has work to do afterwards.
 
         Raises:
             KeyError: the namespace is not registered.
@@ -174,10 +175,23 @@ class CachePolicy:
         block = space.geometry.block_tokens
         if self.tuner is not None and match.nodes:
             lineage = self.tree.lineage[match.nodes[-1]]
-            tau = self.tuner.turn(lineage, namespace, hashes, len(match.nodes) * block, self.capacities, now)
-            if tau is not None:
-                self.publish(tau)
+            self.tuner.offer(Turn(lineage, namespace, hashes, len(match.nodes) * block, now))
         return Lookup(match.whole * block, match.restorable * block)
+
+    def tune(self) -> bool:
+        """Do one piece of the tuner's work, whenever there is time; tau stands still for those who never call it.
+
+        O(path + objects evicted) of one request in a shadow; when the live tau changes, which is rare, O(n).
+
+        Returns:
+            Whether more is waiting.
+        """
+        if self.tuner is None or not self.tuner.waiting:
+            return False
+        tau = self.tuner.step(self.capacities)
+        if tau is not None:
+            self.publish(tau)
+        return self.tuner.waiting > 0
 
     def link(self, namespace: str, after: bytes | None, hashes: Sequence[bytes], now: float) -> None:
         """`hashes` follow the chunk `after` (None: the start), in order. For callers that learn paths in pieces.

@@ -7,6 +7,7 @@ plain LRU (tau 0) among them. The candidate that recomputes least becomes the li
 keeps what matters about a session together (spatially hashed sampling, cf. SHARDS, Waldspurger et al., FAST '15).
 
 Cost: a sampled turn costs each shadow as much as it costs the real policy (a look-up, the new chunks, their evictions).
+No request pays for it: turns wait, and are replayed one candidate at a time whenever the caller has time for `step`.
 Sampling gets sparser, by halves and for good, when a shadow holds more than `max_chunks` chunks (some 500 bytes each) or
 there are more than `MAX_TURNS_PER_SECOND`. A change of the live value re-prices the real cache, O(n), at most once in
 `CHECK_TURNS` sampled turns; since n is about `max_chunks / rate`, that is bounded by a constant for each real turn.
@@ -15,8 +16,9 @@ there are more than `MAX_TURNS_PER_SECOND`. A change of the live value re-prices
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,8 +37,25 @@ ERRORS = 2.0
 """How many standard errors of the sample it must be, so that one lucky session does not decide."""
 MAX_TURNS_PER_SECOND = 4.0
 """Sampled turns a second, over the memory, that may be replayed on all shadows."""
+MAX_WAITING = 64
+"""Turns that may wait to be replayed. What comes while so many wait is left out of the sample, for all candidates alike."""
 LRU = 0
 """Index of plain LRU among the candidates, which are sorted."""
+
+
+class Turn(NamedTuple):
+    """One request, as the shadows are shown it."""
+
+    lineage: int
+    """Sampling class of its path, 0 to 255."""
+    namespace: str
+    """Where the path belongs."""
+    hashes: Sequence[bytes]
+    """The whole path."""
+    tokens: int
+    """Its length."""
+    now: float
+    """Seconds."""
 
 
 class Shadow(Protocol):
@@ -82,6 +101,9 @@ class TauTuner:
         self._max_chunks = max_chunks
         # Decayed work of each candidate on each class's turns.
         self._work = np.zeros((CLASSES, len(self.taus)))
+        self._waiting: deque[Turn] = deque()
+        self._replayed: list[float] = []
+        """Work of the first waiting turn on the candidates that it was replayed on."""
         self._turns = 0
         self._counted_from: float | None = None
 
@@ -100,32 +122,43 @@ class TauTuner:
         for shadow in self._shadows:
             shadow.add_namespace(name, geometry)
 
-    def turn(
-        self,
-        lineage: int,
-        namespace: str,
-        hashes: Sequence[bytes],
-        tokens: int,
-        capacities: Mapping[Tier, float],
-        now: float,
-    ) -> float | None:
-        """A request came; returns the tau that should be live from now on if that changed, else None.
+    @property
+    def waiting(self) -> int:
+        """Turns that were not replayed on every candidate yet."""
+        return len(self._waiting)
+
+    def offer(self, turn: Turn) -> None:
+        """A request came. It is replayed later if it is in the sample. O(1)."""
+        if turn.lineage < self.classes and len(self._waiting) < MAX_WAITING:
+            self._waiting.append(turn)
+
+    def step(self, capacities: Mapping[Tier, float]) -> float | None:
+        """Replay the turn that waits longest on the next candidate. O(path + objects evicted).
 
         Args:
-            lineage: sampling class of the path, 0 to 255.
-            namespace: where the path belongs.
-            hashes: the whole path of the turn.
-            tokens: its length.
             capacities: bytes of the real cache's tiers.
-            now: seconds.
+
+        Returns:
+            The tau that should be live from now on if that changed, else None.
+
+        Raises:
+            IndexError: nothing waits.
         """
-        if lineage >= self.classes:
+        turn = self._waiting[0]
+        if turn.lineage >= self.classes:
+            self._waiting.popleft()
             return None
         scaled = {tier: nbytes * self.rate for tier, nbytes in capacities.items()}
+        shadow = self._shadows[len(self._replayed)]
+        self._replayed.append(shadow.turn(turn.namespace, turn.hashes, turn.tokens, scaled, turn.now))
+        if len(self._replayed) < len(self._shadows):
+            return None
+        self._waiting.popleft()
         self._work *= 1.0 - 1.0 / MEMORY_TURNS
-        self._work[lineage] += [shadow.turn(namespace, hashes, tokens, scaled, now) for shadow in self._shadows]
+        self._work[turn.lineage] += self._replayed
+        self._replayed = []
         self._turns += 1
-        if self.classes > 1 and (self._too_often(now) or max(s.chunks for s in self._shadows) > self._max_chunks):
+        if self.classes > 1 and (self._too_often(turn.now) or max(s.chunks for s in self._shadows) > self._max_chunks):
             # Half of the sessions and half of the capacity: those no longer sampled are not hit and go by themselves.
             self.classes //= 2
         return self._choose() if self._turns % CHECK_TURNS == 0 else None

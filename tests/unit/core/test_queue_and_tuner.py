@@ -12,7 +12,7 @@ from lmcache_histate.scorer.policy import CachePolicy
 from lmcache_histate.scorer.queue import ABSENT, MIN_FRONT, FloorQueue
 from lmcache_histate.scorer.settings import PolicySettings
 from lmcache_histate.scorer.shadow import ShadowCache
-from lmcache_histate.scorer.tuner import CHECK_TURNS, MEMORY_TURNS, TauTuner
+from lmcache_histate.scorer.tuner import CHECK_TURNS, MAX_WAITING, MEMORY_TURNS, TauTuner, Turn
 from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
 
 NODES = 400
@@ -97,9 +97,17 @@ def tuner_of(
     return TauTuner([0.0, 60.0, 600.0], live, shadow, max_chunks), made
 
 
-def run(tuner: TauTuner, turns: int) -> list[float]:
-    changes = (tuner.turn(i % 256, "m", [b"a"], 10, ROOM, float(i)) for i in range(turns))
+def replay(tuner: TauTuner, lineage: int, now: float) -> list[float]:
+    """One turn on all candidates; the changes of the live tau that it led to."""
+    tuner.offer(Turn(lineage, "m", [b"a"], 10, now))
+    changes = []
+    while tuner.waiting:
+        changes.append(tuner.step(ROOM))
     return [tau for tau in changes if tau is not None]
+
+
+def run(tuner: TauTuner, turns: int) -> list[float]:
+    return [tau for i in range(turns) for tau in replay(tuner, i % 256, float(i))]
 
 
 def test_the_live_tau_follows_the_best_and_then_stays():
@@ -124,7 +132,7 @@ def test_one_lucky_session_of_a_sample_changes_nothing():
     tuner, _ = tuner_of(work)
     tuner.classes = 64
     for _ in range(CHECK_TURNS // 2):
-        tuner.turn(7, "m", [b"a"], 10, ROOM, 0.0)
+        replay(tuner, 7, 0.0)
     work[60.0] = 99.0
     assert run(tuner, 256) == []
     work[60.0] = 80.0  # Now all sessions gain.
@@ -145,9 +153,35 @@ def test_every_lookup_of_a_sampled_session_is_a_turn():
     policy.add_namespace("m", CacheGeometry(100, 10, 3000))
     for turn in range(5):
         policy.lookup("m", [b"a%d" % i for i in range(4)], float(turn))
+    assert not any(policy.stats(5.0).recomputed_by_tau.values())  # A request does not pay for it.
+    while policy.tune():
+        pass
     # The first one has nothing to resume from in any shadow, the others resume at its end.
     assert set(policy.stats(5.0).recomputed_by_tau) == {0.0, *PolicySettings().taus}
     assert all(390 < work <= 400 for work in policy.stats(5.0).recomputed_by_tau.values())
+
+
+def test_turns_wait_and_what_is_too_many_is_left_out_for_all_candidates():
+    tuner, shadows = tuner_of({})
+    for i in range(MAX_WAITING + 10):
+        tuner.offer(Turn(0, "m", [b"a"], 10, float(i)))
+    assert tuner.waiting == MAX_WAITING
+    tuner.step(ROOM)
+    assert [shadow.turns for shadow in shadows] == [1, 0, 0]  # One candidate at a time.
+    assert tuner.work == {0.0: 0.0, 60.0: 0.0, 600.0: 0.0}  # Compared only once all of them were shown the turn.
+    tuner.step(ROOM)
+    tuner.step(ROOM)
+    assert tuner.waiting == MAX_WAITING - 1
+    assert tuner.work == {0.0: 100.0, 60.0: 100.0, 600.0: 100.0}
+
+
+def test_a_waiting_turn_that_is_no_longer_sampled_is_not_replayed():
+    tuner, shadows = tuner_of({})
+    tuner.offer(Turn(200, "m", [b"a"], 10, 0.0))
+    tuner.classes = 128
+    tuner.step(ROOM)
+    assert tuner.waiting == 0
+    assert not any(shadow.turns for shadow in shadows)
 
 
 def test_sampling_gets_sparser_when_a_shadow_is_full():
@@ -155,7 +189,7 @@ def test_sampling_gets_sparser_when_a_shadow_is_full():
     run(tuner, 256)
     assert tuner.rate == 1.0
     shadows[0].chunks = 101
-    tuner.turn(0, "m", [b"a"], 10, ROOM, 0.0)
+    replay(tuner, 0, 0.0)
     shadows[0].chunks = 0
     assert tuner.rate == 0.5
     before = shadows[0].turns
@@ -168,7 +202,7 @@ def test_sampling_gets_sparser_when_a_shadow_is_full():
 def test_sampling_gets_sparser_when_requests_are_many(seconds, rate):
     tuner, _ = tuner_of({})
     for i in range(2 * MEMORY_TURNS):
-        tuner.turn(i % 128, "m", [b"a"], 10, ROOM, i * seconds)
+        replay(tuner, i % 128, i * seconds)
         if tuner.rate < 1.0:
             break
     assert tuner.rate == rate
@@ -213,6 +247,8 @@ def drive(policy: CachePolicy, capacity: int) -> int:
         places = policy.place("m", found.resume_tokens, len(path) * 100, now)
         policy.stored("m", [CacheObject(path[p // 100 - 1], Kind.SNAPSHOT, 0, Tier.CPU, 3000) for p in places], now)
         policy.end_turn("m", path, len(path) * 100, now)
+        while policy.tune():
+            pass
         while policy.tree.tier_bytes[Tier.CPU] > capacity:
             victim = policy.next_victim(Tier.CPU, now)
             assert victim is not None
