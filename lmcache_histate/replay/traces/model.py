@@ -88,3 +88,10 @@ class Trace:
             for request in self.requests
         ]
         return Trace(self.name, self.block_tokens * blocks, requests, self.streams)
+
+    def first(self, count: int) -> Trace:
+        """The first `count` requests, and the streams that have any of them."""
+        requests = self.requests[:count]
+        kept = {request.stream for request in requests}
+        streams = {key: stream for key, stream in self.streams.items() if key in kept}
+        return Trace(self.name, self.block_tokens, requests, streams)
