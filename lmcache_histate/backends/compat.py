@@ -10,11 +10,15 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.distributed.l2_adapters.native_connector_l2_adapter import NativeConnectorL2Adapter
 from lmcache.v1.distributed.storage_controllers.prefetch_controller import PrefetchController
 from lmcache.v1.distributed.storage_controllers.prefetch_policy import PrefetchPolicy
 from lmcache.v1.distributed.storage_controllers.store_controller import StoreController
 from lmcache.v1.distributed.storage_controllers.store_policy import StorePolicy
 from lmcache.v1.distributed.storage_manager import StorageManager
+
+from lmcache_histate.backends.native_batches import OneSizeBatches
 
 TESTED = "0.5.6"
 
@@ -90,3 +94,13 @@ class StorageParts:
         """
         self.store_controller._policy = store
         self.prefetch_controller._policy = prefetch
+
+
+def split_batches_by_size(adapter: L2AdapterInterface) -> None:
+    """Have an adapter over a native client send batches of one size each (`OneSizeBatches` says why); others stay.
+
+    An adapter that converts objects on their way (``serde``) holds the native one inside.
+    """
+    native = getattr(adapter, "_inner", adapter)
+    if isinstance(native, NativeConnectorL2Adapter) and not isinstance(native._client, OneSizeBatches):
+        native._client = OneSizeBatches(native._client)

@@ -92,6 +92,7 @@ class HiStateServerModule:
         )
         parts.l1_manager.register_listener(CpuListener(self._queue))
         for descriptor, adapter in adapters:
+            compat.split_batches_by_size(adapter)
             tier = Tier.DISK if disk is not None and descriptor.index == disk[0].index else Tier.REMOTE
             adapter.register_listener(LowerTierListener(self._queue, tier))
         context.event_bus.register_subscriber(BusSubscriber(self._queue))
