@@ -15,7 +15,8 @@ idle than one that costs nothing. `C` is the hits that would suffer, times what 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,6 +78,8 @@ class Offer(NamedTuple):
     nbytes: int
     last_resort: bool
     """It was an orphan that had not waited `orphan_s` yet."""
+    space: int
+    """Number of its namespace."""
 
 
 class EvictionOrder:
@@ -101,13 +104,13 @@ class EvictionOrder:
         self._cost = cost
         self._orphan_s = orphan_s
         self._offer_again_s = offer_again_s
-        self._queues = [FloorQueue() for _ in MANAGED]
-        self._orphans = [FloorQueue() for _ in MANAGED]
+        self._queues = [FloorQueue(tree.space) for _ in MANAGED]
+        self._orphans = [FloorQueue(tree.space) for _ in MANAGED]
         # Offered units stay out of the queue for a while: a locked one costs its next scan nothing.
         self._offered: list[dict[int, Offer]] = [{} for _ in MANAGED]
         self._offers: list[deque[tuple[float, int]]] = [deque() for _ in MANAGED]
-        # How many of them are no last resort: while there is one, fresh orphans are not offered.
-        self._leaving = [0 for _ in MANAGED]
+        # How many of them are no last resort, by namespace: while there is one, fresh orphans are not offered.
+        self._leaving: list[Counter[int]] = [Counter() for _ in MANAGED]
 
     # -- told by the tree (this object is its watcher) --------------------------------------------------------------
 
@@ -285,7 +288,7 @@ class EvictionOrder:
 
     # -- victims --------------------------------------------------------------------------------------------------
 
-    def next_victim(self, tier: Tier, now: float) -> Victim | None:
+    def next_victim(self, tier: Tier, now: float, spaces: Sequence[int] | None = None) -> Victim | None:
         """The unit that should leave `tier` first, None when nothing in it can be evicted.
 
         Orphans that waited `orphan_s` come first, then the lowest H. A victim is offered once and again only after
@@ -293,38 +296,52 @@ class EvictionOrder:
         being stored right now: they are offered only when the tier holds nothing else, victims that were offered and
         are still there included; then the one that was stored to longest ago first, from its tail.
 
-        O(log n + what is listed), amortised.
+        O(log n + what is listed), amortised, times the namespaces named.
+
+        Args:
+            tier: CPU or DISK.
+            now: seconds.
+            spaces: numbers of the namespaces to choose from, as if the tier held nothing else; all if None.
         """
         self.settle()
         self._take_back(tier, now)
-        orphan = self._oldest_orphan(tier)
+        orphan = self._oldest_orphan(tier, spaces)
         if orphan is not None and self._tree.last_access[orphan] + self._orphan_s <= now:
             return self._offer(orphan, tier, -ABSENT, now)
-        best = self._lowest(tier)
+        best = self._lowest(tier, spaces)
         if best is not None:
             return self._offer(best[0], tier, best[1], now)
-        if orphan is None or self._leaving[tier]:
+        leaving = self._leaving[tier]
+        if orphan is None or (leaving if spaces is None else any(space in leaving for space in spaces)):
             return None
         return self._offer(orphan, tier, -ABSENT, now, last_resort=True)
 
-    def lowest_value(self, tier: Tier) -> float:
+    def lowest_value(self, tier: Tier, spaces: Sequence[int] | None = None) -> float:
         """H of the next victim of `tier` that is no orphan, infinite if there is none. O(log n) amortised."""
         self.settle()
-        best = self._lowest(tier)
+        best = self._lowest(tier, spaces)
         return ABSENT if best is None else best[1]
 
-    def _lowest(self, tier: Tier) -> tuple[int, float] | None:
+    def _lowest(self, tier: Tier, spaces: Sequence[int] | None = None) -> tuple[int, float] | None:
+        found = [best for space in _groups(spaces) if (best := self._lowest_of(tier, space)) is not None]
+        return min(found, key=lambda best: best[1], default=None)
+
+    def _lowest_of(self, tier: Tier, space: int | None) -> tuple[int, float] | None:
         queue = self._queues[tier]
-        while (node := queue.peek()) is not None:
+        while (node := queue.peek(space)) is not None:
             value = self.value(node, tier)
             if value <= queue.floor(node):
                 return node, value
             queue.set(node, value)  # It was refreshed since; each hit or change is paid for once.
         return None
 
-    def _oldest_orphan(self, tier: Tier) -> int | None:
+    def _oldest_orphan(self, tier: Tier, spaces: Sequence[int] | None = None) -> int | None:
+        found = [node for space in _groups(spaces) if (node := self._oldest_orphan_of(tier, space)) is not None]
+        return min(found, key=self._tree.last_access.__getitem__, default=None)
+
+    def _oldest_orphan_of(self, tier: Tier, space: int | None) -> int | None:
         queue = self._orphans[tier]
-        while (node := queue.peek()) is not None:
+        while (node := queue.peek(space)) is not None:
             accessed = self._tree.last_access[node]
             if accessed <= queue.floor(node):
                 return node
@@ -337,9 +354,10 @@ class EvictionOrder:
         self._orphans[tier].discard(node)
         until = now + self._offer_again_s
         kind, nbytes = tree.unit_kind[tier][node], tree.unit_bytes[tier][node]
-        self._offered[tier][node] = Offer(until, kind, nbytes, last_resort)
+        self._offered[tier][node] = Offer(until, kind, nbytes, last_resort, tree.space[node])
         self._offers[tier].append((until, node))
-        self._leaving[tier] += not last_resort
+        if not last_resort:
+            self._leaving[tier][tree.space[node]] += 1
         loss = tree.loss(node, tier)
         return Victim(
             namespace=tree.namespaces[tree.space[node]].name,
@@ -357,8 +375,11 @@ class EvictionOrder:
     def _withdraw(self, node: int, tier: Tier) -> None:
         """`node` is no longer on offer, if it was."""
         offer = self._offered[tier].pop(node, None)
-        if offer is not None:
-            self._leaving[tier] -= not offer.last_resort
+        if offer is not None and not offer.last_resort:
+            leaving = self._leaving[tier]
+            leaving[offer.space] -= 1
+            if not leaving[offer.space]:
+                del leaving[offer.space]
 
     def _take_back(self, tier: Tier, now: float) -> None:
         offers, offered = self._offers[tier], self._offered[tier]
@@ -367,3 +388,8 @@ class EvictionOrder:
             if node in offered and offered[node].until == until:
                 self._withdraw(node, tier)
                 self._requeue(node, tier)
+
+
+def _groups(spaces: Sequence[int] | None) -> Sequence[int | None]:
+    """What to ask a queue for: each namespace on its own, or everything at once."""
+    return (None,) if spaces is None else spaces

@@ -225,15 +225,15 @@ class CachePolicy:
         if end != NO_NODE:
             position = float(len(nodes) * block)
             self.reach.update(end, lambda record: self.access.observe(record, position, block))
-        self._refresh(nodes[: resumed // block], now)
+        self._refresh(nodes[: resumed // block], now, geometry=space.geometry)
         self._count_event()
 
-    def _refresh(self, nodes: list[int], now: float) -> None:
+    def _refresh(self, nodes: list[int], now: float, geometry: CacheGeometry) -> None:
         """KV that was read is used; which snapshots count as used is a setting."""
         if not nodes or self.settings.refresh == "none":
             return
         used = np.array(nodes, dtype=np.int64)
-        if self.settings.refresh == "used":
+        if self.settings.refresh == "used" and geometry.snapshot_bytes:
             snapshots = np.frombuffer(self.tree.restorable.marked, dtype=np.uint8)[used] != 0
             snapshots[-1] = False
             used = used[~snapshots]
@@ -299,15 +299,31 @@ class CachePolicy:
         weights = self.access.hit_weights(first, last, block)
         return [first + block * place for place in best_places(weights, len(places) - 1)] + [last]
 
-    def next_victim(self, tier: Tier, now: float) -> Victim | None:
+    def next_victim(self, tier: Tier, now: float, namespaces: Sequence[str] | None = None) -> Victim | None:
         """The unit that should leave `tier` first (CPU or DISK), None if nothing can. O(log n + objects), amortised.
+
+        With `namespaces`, only what is in them is considered, in the same order; each is asked on its own.
 
         It stays in the tree until `discard`, `moved` or `removed` says otherwise. Whether or not it is taken, it is not
         offered again for `offer_again_s`: a caller that finds it locked just asks for the next one. None does not mean
         that the tier is empty: what is being stored right now (a fresh orphan) is kept while victims that were offered
         are still there. Ask again once their removal was reported, or after `offer_again_s`.
         """
-        return self.order.next_victim(tier, now)
+        return self.order.next_victim(tier, now, self._numbers(namespaces))
+
+    def lowest_value(self, tier: Tier, namespaces: Sequence[str] | None = None) -> float:
+        """H of the next victim of `tier` that is no orphan, in seconds; infinite without one. O(log n) amortised."""
+        return self.order.lowest_value(tier, self._numbers(namespaces))
+
+    def held_bytes(self, namespace: str, tier: Tier) -> int:
+        """Bytes of a namespace's objects in `tier`; 0 when it is not registered. O(1)."""
+        space = self._spaces.get(namespace)
+        return 0 if space is None else self.tree.space_bytes[space.number][tier]
+
+    def _numbers(self, namespaces: Sequence[str] | None) -> list[int] | None:
+        if namespaces is None:
+            return None
+        return [self._spaces[name].number for name in namespaces if name in self._spaces]
 
     def discard(self, victim: Victim, now: float) -> None:
         """The victim's objects, and those it strands, are deleted. Later `removed` events for them change nothing."""

@@ -58,7 +58,8 @@ class PrefixTree:
     """Prefix tree over chunk hashes with object presence per kind, tier and rank.
 
     Two facts are derived and kept current: a node is *whole* when its KV and that of all its ancestors is complete, and
-    *restorable* when it is whole and its snapshot is complete. Complete means every rank's object is in some tier.
+    *restorable* when it is whole and its snapshot is complete. Complete means every rank's object is in some tier. An
+    attention-only model has no snapshots and needs none: there every whole node is restorable.
 
     Subclasses extend the hooks at the end of the class.
 
@@ -97,6 +98,8 @@ class PrefixTree:
         self._pending_s = pending_s
         self.tier_bytes = [0] * TIERS
         """Bytes of all objects, per tier."""
+        self.space_bytes: list[list[int]] = []
+        """The same for every namespace, by its number."""
 
     # -- namespaces and nodes -------------------------------------------------------------------------------------
 
@@ -117,6 +120,7 @@ class PrefixTree:
         added = Namespace(name, number, geometry, (1 << geometry.ranks) - 1, root, {})
         self.namespaces.append(added)
         self.kv_bytes_per_token.append(geometry.kv_bytes_per_token)
+        self.space_bytes.append([0] * TIERS)
         self._by_name[name] = added
         return added
 
@@ -344,6 +348,7 @@ class PrefixTree:
             if not columns.add(node, kind, tier, bit, nbytes):
                 continue
             self.tier_bytes[tier] += nbytes
+            self.space_bytes[space.number][tier] += nbytes
             if not before & bit:
                 # A copy in another tier is not news; a piece that was nowhere is.
                 self.last_access[node] = max(self.last_access[node], now)
@@ -365,6 +370,7 @@ class PrefixTree:
             if nbytes is None:
                 continue
             self.tier_bytes[tier] -= nbytes
+            self.space_bytes[space.number][tier] -= nbytes
             if kind == Kind.KV and nbytes and not columns.nbytes(node, kind, tier):
                 self._kv_out(node, tier)
             self._changed(node)
@@ -403,7 +409,7 @@ class PrefixTree:
                 self._spread_whole(node)
         else:
             self.snapshot_residence.arrived(now)
-            if self._whole[node]:
+            if self._whole[node] and not self.restorable.marked[node]:
                 self._enter(node)
 
     def _broken(self, node: int, kind: int, now: float) -> None:
@@ -413,7 +419,7 @@ class PrefixTree:
                 self._break_whole(node)
         else:
             self.snapshot_residence.left(now)
-            if self.restorable.marked[node]:
+            if self.restorable.marked[node] and not self._can_resume(node):
                 self._leave(node)
 
     def _spread_whole(self, top: int) -> None:
@@ -421,10 +427,14 @@ class PrefixTree:
         todo = [top]
         for node in todo:
             self._whole[node] = 1
-            if self.complete(node, Kind.SNAPSHOT):
+            if self._can_resume(node):
                 self._enter(node)
             if self._child[node] != NO_NODE:
                 todo.extend(child for child in self.children(node) if self.complete(child, Kind.KV))
+
+    def _can_resume(self, node: int) -> bool:
+        """Whether a hit can resume at the whole `node`. O(1)."""
+        return not self.namespaces[self.space[node]].geometry.snapshot_bytes or self.complete(node, Kind.SNAPSHOT)
 
     def _break_whole(self, top: int) -> None:
         lost = [top]

@@ -76,7 +76,11 @@ class Oracle:
 
     def points(self) -> set[Path]:
         """Restorable prefixes."""
-        return {path for path in self.chunks() if self.complete(path, Kind.SNAPSHOT) and self.whole(path)}
+        return {path for path in self.chunks() if self.can_resume(path) and self.whole(path)}
+
+    def can_resume(self, path: Path) -> bool:
+        """Whether what a hit needs beside the KV is there: a snapshot, in a model that has recurrent layers."""
+        return self.geometry.snapshot_bytes == 0 or self.complete(path, Kind.SNAPSHOT)
 
     def ends(self, points: set[Path]) -> set[Path]:
         return {p for p in points if not any(q != p and q[: len(p)] == p for q in points)}

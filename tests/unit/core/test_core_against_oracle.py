@@ -37,6 +37,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @initialize(
         ranks=st.sampled_from([1, 1, 2]),
+        hybrid=st.sampled_from([True, True, True, False]),
         refresh=st.sampled_from(["none", "used", "all"]),
         placement=st.sampled_from(["uniform", "histogram"]),
         cost_unit=st.sampled_from(["tokens", "ms"]),
@@ -45,9 +46,18 @@ class CoreMachine(RuleBasedStateMachine):
         offer_again_s=st.sampled_from([0.0, 5.0]),
     )
     def begin(
-        self, ranks: int, refresh: str, placement: str, cost_unit: str, tau: float, eager: bool, offer_again_s: float
+        self,
+        ranks: int,
+        hybrid: bool,
+        refresh: str,
+        placement: str,
+        cost_unit: str,
+        tau: float,
+        eager: bool,
+        offer_again_s: float,
     ) -> None:
-        geometry = CacheGeometry(BLOCK, SIZE[Kind.KV] * ranks / BLOCK, SIZE[Kind.SNAPSHOT] * ranks, ranks)
+        snapshot_bytes = SIZE[Kind.SNAPSHOT] * ranks if hybrid else 0  # without recurrent layers there is none to save
+        geometry = CacheGeometry(BLOCK, SIZE[Kind.KV] * ranks / BLOCK, snapshot_bytes, ranks)
         choice = PolicySettings(
             refresh=refresh,
             placement=placement,
@@ -60,6 +70,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.policy.add_namespace("m", geometry)
         self.oracle = Oracle(geometry)
         self.ranks = ranks
+        self.hybrid = hybrid
         self.eager = eager
         self.now = 1.0
         # (tier, anchor) -> what was offered: until when, as what, how large, and whether as a last resort.
@@ -76,7 +87,7 @@ class CoreMachine(RuleBasedStateMachine):
         result = self.policy.lookup("m", self.hashes(path), self.now)
         self.link(path)
         whole = [d for d in range(len(path) + 1) if d == 0 or self.oracle.whole(path[:d])]
-        points = [d for d in whole if d == 0 or self.oracle.complete(path[:d], Kind.SNAPSHOT)]
+        points = [d for d in whole if d == 0 or self.oracle.can_resume(path[:d])]
         assert result == (max(whole) * BLOCK, max(points) * BLOCK)
 
     @rule(
@@ -114,7 +125,8 @@ class CoreMachine(RuleBasedStateMachine):
         mode = self.policy.settings.refresh
         for depth in range(1, resumed // BLOCK + 1):
             prefix = path[:depth]
-            used = prefix not in points or mode == "all" or depth == resumed // BLOCK
+            saved = prefix in points and self.hybrid
+            used = not saved or mode == "all" or depth == resumed // BLOCK
             if used and mode != "none":
                 self.oracle.accessed[prefix] = self.now
 
@@ -250,6 +262,8 @@ class CoreMachine(RuleBasedStateMachine):
 
     def put(self, path: Path, kind: Kind, ranks: object, tier: Tier) -> None:
         self.relink()
+        if kind == Kind.SNAPSHOT and not self.hybrid:
+            return
         for rank in ranks:  # type: ignore[attr-defined]
             self.policy.stored("m", [CacheObject(name(path), kind, rank, tier, SIZE[kind])], self.now)
             self.oracle.store(path, kind, rank, tier, SIZE[kind], self.now)

@@ -316,6 +316,77 @@ def test_two_namespaces_never_meet():
         policy.lookup("other", path("a", 2), 1.0)
 
 
+def test_victims_of_one_namespace_come_in_its_own_order():
+    policy = make()
+    policy.add_namespace("n", GEOMETRY)
+    for now, name in enumerate(("a", "b", "c"), start=1):
+        policy.lookup("n", path(name, 2), float(now))
+        policy.stored("n", [CacheObject(h, Kind.KV, 0, Tier.CPU, KV) for h in path(name, 2)], float(now))
+        policy.stored("n", [CacheObject(f"{name}1".encode(), Kind.SNAPSHOT, 0, Tier.CPU, STATE)], float(now))
+    serve(policy, path("old", 2), [2], now=0.5)
+    assert policy.held_bytes("n", Tier.CPU) == 3 * (2 * KV + STATE)
+    order = []
+    while victim := policy.next_victim(Tier.CPU, 10.0, ["n"]):
+        assert victim.namespace == "n"
+        assert not order or victim.value >= order[-1][1]
+        order.append((victim.objects[0].chunk_hash, victim.value))
+        policy.discard(victim, 10.0)
+    assert [chunk for chunk, _ in order] == [b"a1", b"b1", b"c1"]
+    assert policy.held_bytes("n", Tier.CPU) == 0
+    assert policy.lowest_value(Tier.CPU, ["n"]) == float("inf")
+    assert policy.next_victim(Tier.CPU, 10.0, []) is None
+    left = policy.next_victim(Tier.CPU, 10.0)
+    assert left is not None
+    assert left.namespace == "m"
+
+
+def test_what_one_namespace_is_storing_stays_while_it_holds_anything_else():
+    policy = make(orphan_s=60.0)
+    policy.add_namespace("n", GEOMETRY)
+    serve(policy, path("a", 2), [2])
+    policy.lookup("n", path("b", 2), 1.0)
+    policy.stored("n", [CacheObject(b"b0", Kind.KV, 0, Tier.CPU, KV)], 1.0)
+    victim = policy.next_victim(Tier.CPU, 2.0, ["n"])
+    assert victim is not None
+    assert victim.kind == UnitKind.ORPHAN  # it has nothing else, whatever others hold
+    serve(policy, path("c", 2), [2])
+    mine = policy.next_victim(Tier.CPU, 2.0, ["m"])
+    assert mine is not None
+    assert mine.kind == UnitKind.BUNDLE
+
+
+# -- models without recurrent layers ----------------------------------------------------------------------------------
+
+
+def test_an_attention_only_model_is_valued_chunk_by_chunk():
+    policy = make()
+    policy.add_namespace("plain", CacheGeometry(BLOCK, KV / BLOCK, 0))
+    chunks = path("p", 3)
+    policy.lookup("plain", chunks, 5.0)
+    policy.stored("plain", [CacheObject(h, Kind.KV, 0, Tier.CPU, KV) for h in chunks], 5.0)
+    assert policy.lookup("plain", chunks, 5.0) == (300, 300)
+    serve(policy, path("a", 2), [2], now=1.0)
+    order = []
+    while victim := policy.next_victim(Tier.CPU, 1000.0):
+        order.append((victim.namespace, victim.kind, [obj.chunk_hash for obj in victim.objects if obj.kind == Kind.KV]))
+        policy.discard(victim, 1000.0)
+    # Never as what nothing can be restored from: what was used last goes last, tails first.
+    assert [kind for _, kind, _ in order] == [UnitKind.BUNDLE] * 4
+    assert [chunks for space, _, chunks in order if space == "plain"] == [[b"p2"], [b"p1"], [b"p0"]]
+
+
+@pytest.mark.parametrize("refresh", ["all", "used"])
+def test_all_kv_of_an_attention_only_hit_is_recent_again(refresh):
+    policy = make(refresh=refresh)
+    policy.add_namespace("plain", CacheGeometry(BLOCK, KV / BLOCK, 0))
+    chunks = path("p", 3)
+    policy.lookup("plain", chunks, 1.0)
+    policy.stored("plain", [CacheObject(h, Kind.KV, 0, Tier.CPU, KV) for h in chunks], 1.0)
+    policy.hit("plain", chunks, 300, 300, 9.0)
+    nodes = policy.space("plain").nodes
+    assert [policy.tree.last_access[nodes[chunk]] for chunk in chunks] == [9.0] * 3
+
+
 def test_events_that_cannot_be_are_refused():
     policy = make()
     with pytest.raises(ValueError, match="rank"):

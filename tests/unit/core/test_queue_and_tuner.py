@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -47,6 +49,65 @@ def test_the_queue_gives_the_lowest_floor(first, then):
         assert len(queue) == len(model)
 
 
+GROUPS = 3
+group_steps = st.lists(
+    st.tuples(
+        st.sampled_from(["set", "set", "discard", "pop", "pop", "replace", "move"]),
+        st.integers(0, NODES - 1),
+        values,
+        st.sampled_from([None, 0, 1, 2]),
+    )
+)
+
+
+@given(first=st.dictionaries(st.integers(0, NODES - 1), values, max_size=NODES), then=group_steps)
+def test_the_queue_gives_the_lowest_floor_of_a_group(first, then):
+    groups = array("I", [node % GROUPS for node in range(NODES)])
+    queue, model = FloorQueue(groups), dict(first)
+    queue.grow(NODES)
+    for node, value in first.items():
+        queue.set(node, value)
+    for action, node, value, group in then:
+        if action == "set":
+            queue.set(node, value)
+            model[node] = value
+        elif action == "discard":
+            queue.discard(node)
+            model.pop(node, None)
+        elif action == "move":  # an id is freed and given to another group
+            queue.discard(node)
+            groups[node] = (groups[node] + 1) % GROUPS
+            model.pop(node, None)
+        elif action == "replace":
+            model = {node: value + floor % 7 for node, floor in model.items()}
+            floors = np.full(NODES, ABSENT)
+            floors[list(model)] = list(model.values())
+            queue.replace_all(floors)
+        else:
+            candidates = {node: value for node, value in model.items() if group in (None, groups[node])}
+            found = queue.peek(group)
+            assert (found is None) == (not candidates)
+            if found is not None:
+                assert candidates[found] == min(candidates.values())
+                queue.discard(found)
+                del model[found]
+
+
+def test_a_group_is_not_searched_again_for_each_of_its_units(monkeypatch):
+    groups = array("I", [node % 10 for node in range(100_000)])
+    queue = FloorQueue(groups)
+    queue.grow(100_000)
+    queue.replace_all(np.arange(100_000, dtype=np.float64))
+    cuts = []
+    cut = FloorQueue._cut
+    monkeypatch.setattr(FloorQueue, "_cut", lambda *of: (cuts.append(of), cut(*of)))
+    for number in range(1000):
+        node = queue.peek(7)
+        assert node == 7 + 10 * number
+        queue.discard(node)
+    assert len(cuts) <= 1 + 1000 // (10_000 // 64 - 64)
+
+
 def test_many_equal_floors_come_in_bounded_cuts():
     queue = FloorQueue()
     queue.grow(100_000)
@@ -54,7 +115,7 @@ def test_many_equal_floors_come_in_bounded_cuts():
     for _ in range(5000):
         node = queue.peek()
         queue.discard(node)
-        assert len(queue._front) <= 2 * max(MIN_FRONT, 100_000 // 64)
+        assert len(queue._front.heap) <= 2 * max(MIN_FRONT, 100_000 // 64)
     assert len(queue) == 95_000
 
 
