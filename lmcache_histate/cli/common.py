@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -46,6 +46,12 @@ NoMachineCheckOption = Annotated[
 ]
 
 _SECRET_KEY = re.compile(r"pass(word|wd)?$|secret|token|access_key", re.IGNORECASE)
+
+
+def fail(message: str, code: int = EXIT_USAGE) -> NoReturn:
+    """Print a message for the user on standard error and exit."""
+    typer.echo(f"Error: {message}", err=True)
+    raise typer.Exit(code)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from lmcache_histate import __version__
 from lmcache_histate.cli.config_command import config_command
 from lmcache_histate.cli.demo import demo
 from lmcache_histate.cli.fsck_command import fsck_command
+from lmcache_histate.cli.report_command import report_command
 from lmcache_histate.cli.server_command import server_command
 from lmcache_histate.cli.settings_text import settings_help
 
@@ -53,6 +54,13 @@ Examples:
   histate fsck --repair /mnt/nvme/histate            mend it; no server may use the folder
 """
 
+_REPORT_EXAMPLES = """
+Examples:
+  histate report sweep                               a whole sweep: report/index.html
+  histate report sim.jsonl.gz live.jsonl.gz          a live run beside a simulated one
+  histate report runs --policies histate,cpu-disk,marconi
+"""
+
 app = typer.Typer(
     name="histate",
     help="HiState: a prefix cache for hybrid models, for vLLM deployments that use LMCache.",
@@ -66,6 +74,7 @@ app.command("config", epilog=_verbatim(_CONFIG_EXAMPLES + "\n" + settings_help()
 app.command("server", epilog=_verbatim(_SERVER_EXAMPLES))(server_command)
 app.command("fsck", epilog=_verbatim(_FSCK_EXAMPLES))(fsck_command)
 app.command("demo")(demo)
+app.command("report", epilog=_verbatim(_REPORT_EXAMPLES))(report_command)
 
 
 def _print_versions(wanted: bool) -> None:
