@@ -138,4 +138,4 @@ def _unpacked(raw: IO[bytes]) -> IO[bytes]:
     """The file as plain bytes, whatever its name says."""
     packed = raw.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
     raw.seek(0)
-    return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 18) if packed else raw  # type: ignore[arg-type,return-value]
+    return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 18) if packed else raw
