@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lmcache_histate.cli.common import EXIT_USAGE, fail
+from lmcache_histate.cli.common import fail
 from lmcache_histate.replay.comparison import ComparisonError, compare
 from lmcache_histate.replay.report_page import percent, times, write_report
 from lmcache_histate.replay.report_tables import Standing
@@ -59,7 +58,13 @@ def report_command(
             fail(f"the report needs {module}: pip install 'lmcache-histate[plots]'")
     console = Console()
     files = result_files(results)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as progress:
         reading = progress.add_task("reading results", total=len(files))
 
@@ -111,17 +116,21 @@ def result_files(paths: list[Path]) -> list[Path]:
 
 def _standings_table(standings: list[Standing], ours: str) -> Table:
     table = Table(title=f"{ours} over the best online baseline (below 1 is faster)", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("trace, capacity")
-    for heading in ("mean TTFT", "p99 TTFT", "p50 / baseline", "of unlimited*"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("trace", overflow="fold")
+    table.add_column("capacity", overflow="fold")
+    for heading in ("mean TTFT", "p99 TTFT", "p50*", "reuse**"):
+        table.add_column(heading, justify="right", no_wrap=heading.endswith("*"), overflow="fold")
     for standing in standings:
         table.add_row(
-            f"{standing.trace}, {standing.capacity}",
+            standing.trace,
+            standing.capacity,
             f"{times(standing.mean_ratio)} {standing.best_mean}",
             f"{times(standing.p99_ratio)} {standing.best_p99}",
             times(standing.p50_ratio),
             percent(standing.sensitive_reused),
         )
-    if any(not math.isnan(standing.sensitive_reused) for standing in standings):
-        table.caption = "* share of the unlimited cache's reused tokens, on reuse-sensitive requests"
+    table.caption = (
+        f"* over {standings[0].baseline or 'the disk-offload baseline'}'s; ** share of what the unlimited cache reuses, "
+        "on reuse-sensitive requests"
+    )
     return table

@@ -198,6 +198,11 @@ class Point:
         return sum(known) if known else math.nan
 
     @property
+    def capacity_mark(self) -> str:
+        """The capacity in few characters, for tables."""
+        return self.capacity_text if self.factor is None else f"{self.factor:g}x"
+
+    @property
     def capacity_text(self) -> str:
         """Words for the capacity."""
         tiers = ", ".join(f"{tier} {_gib(nbytes)}" for tier, nbytes in self.capacities.items())

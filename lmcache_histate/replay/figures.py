@@ -23,6 +23,7 @@ _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _CAUSE_COLOURS = {"kv_gone": "#0072B2", "snapshot_gone": "#E69F00", "never_saved": "#CC79A7", "unknown": "#9A9A9A"}
 _KV_COLOUR, _SNAPSHOT_COLOUR = "#56B4E9", "#E69F00"
+_TIERS = {"gpu": "GPU", "cpu": "CPU memory", "disk": "disk", "remote": "remote"}
 _MISSED_COLOUR, _UNUSED_COLOUR = "#D55E00", "#B8B8B8"
 
 HEADLINE = 8
@@ -89,12 +90,12 @@ def ttft_distributions(point: Point, shown: Sequence[Series], looks: Mapping[Ser
             body.plot(times[kept], ranks[kept], **line)
             slow = slice(max(0, int(len(times) * 0.9) - 1), None)
             tail.plot(times[slow], np.maximum(1 - ranks[slow] + 1 / len(times), 1 / len(times)), **line)
-        body.set(xscale="log", ylim=(0, 1), ylabel="share of requests", title=f"{which} requests ({count:,})")
-        tail.set(xscale="log", yscale="log", ylabel="share that waits longer", title="the slowest tenth")
+        body.set(ylim=(0, 1), ylabel="share of requests", title=f"{which} requests ({count:,})")
+        tail.set(yscale="log", ylabel="share that waits at least as long", title="the slowest tenth")
         tail.axhline(0.01, color="#999999", linewidth=0.8, linestyle=":")
         tail.annotate("p99", (0.01, 0.01), xycoords=("axes fraction", "data"), va="bottom", color="#666666", fontsize=8)
         for axis in (body, tail):
-            axis.set_xlabel("time to first token (s)")
+            _time_axis(axis)
     _legend(figure, axes[0][0], len(shown))
     return figure
 
@@ -168,8 +169,7 @@ def recomputed_by_cause(point: Point, shown: Sequence[Series]) -> Figure:
     _rows(axis, [series.label for series, _ in rows])
     axis.set_xlabel(f"tokens computed again{name}; percent: of what an unlimited cache could reuse")
     axis.margins(x=0.08)
-    if left.any():
-        axis.legend(loc="lower right", frameon=True)
+    _legend(figure, axis, len(CAUSES))
     return figure
 
 
@@ -192,8 +192,9 @@ def time_to_first_token(point: Point, shown: Sequence[Series], which: str) -> Fi
         values = [getattr(numbers, attribute) for _, numbers in rows]
         axis.scatter(values, places, marker=marker, color=colour, label=label, zorder=3, s=34)
     _rows(axis, [series.label for series, _ in rows])
-    axis.set(xscale="log", xlabel=f"time to first token (s), {which} requests")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, 1.0 + 0.6 / max(2.0, figure.get_figheight())), ncols=4)
+    _time_axis(axis)
+    axis.set_title(f"{which} requests")
+    _legend(figure, axis, len(marks))
     return figure
 
 
@@ -207,7 +208,7 @@ def occupancy(point: Point, shown: Sequence[Series]) -> Figure | None:
     rows = [(series, run) for series in shown if (run := point.runs[series][0]).facts.occupancy]
     tiers = [
         tier
-        for tier in ("gpu", "cpu", "disk", "remote")
+        for tier in _TIERS
         if any(sample.kv.get(tier) or sample.snapshots.get(tier) for _, run in rows for sample in run.facts.occupancy)
     ]
     if not rows or not tiers:
@@ -228,7 +229,7 @@ def occupancy(point: Point, shown: Sequence[Series]) -> Figure | None:
             axis.set_ylim(bottom=0)
             axis.margins(x=0)
             if row == 0:
-                axis.set_title(tier)
+                axis.set_title(_TIERS[tier])
             if column == 0:
                 axis.set_ylabel(f"{series.label}\nGiB", fontsize=8)
             if row == len(rows) - 1:
@@ -247,9 +248,11 @@ def evictions(point: Point, shown: Sequence[Series]) -> Figure | None:
     counts = {series: [count for run in point.runs[series] for count in run.facts.evictions] for series in shown}
     panels = [
         (tier, kind)
-        for tier in ("gpu", "cpu", "disk", "remote")
+        for tier in _TIERS
         for kind in ("kv", "snapshot")
-        if any((count.tier, count.kind) == (tier, kind) and count.objects for found in counts.values() for count in found)
+        if any(
+            (count.tier, count.kind) == (tier, kind) and count.objects for found in counts.values() for count in found
+        )
     ]
     rows = [series for series in shown if any(count.objects for count in counts[series])]
     if not panels or not rows:
@@ -270,14 +273,17 @@ def evictions(point: Point, shown: Sequence[Series]) -> Figure | None:
             axis.barh(place, size * (1 - missed / objects), 0.72, left=size * missed / objects, color=_UNUSED_COLOUR)
             axis.annotate(f" {missed / objects:.0%}", (size, place), va="center", fontsize=8, color="#444444")
         what = "KV" if kind == "kv" else "snapshots"
-        axis.set(title=f"{what} evicted from {tier}", xlabel="GiB; percent: of the objects, missed later")
+        axis.set(title=f"{what} evicted from {_TIERS[tier]}", xlabel="GiB; percent: of the objects, missed later")
         axis.margins(x=0.12)
         _rows(axis, [series.label for series in rows])
     for spare in range(len(panels), lines * columns):
         axes[spare // columns][spare % columns].set_visible(False)
     from matplotlib.patches import Patch
 
-    handles = [Patch(color=_MISSED_COLOUR, label="a later request wanted it"), Patch(color=_UNUSED_COLOUR, label="nobody did")]
+    handles = [
+        Patch(color=_MISSED_COLOUR, label="a later request wanted it"),
+        Patch(color=_UNUSED_COLOUR, label="nobody did"),
+    ]
     figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False)
     return figure
 
@@ -286,19 +292,34 @@ def _any_numbers(point: Point, series: Series) -> Numbers | None:
     return point.numbers(series if series in point.runs else next(iter(point.runs)))
 
 
-def _figure(width: float, height: float, rows: int, columns: int, **shared: bool) -> tuple[Figure, Any]:
+def _figure(
+    width: float, height: float, rows: int, columns: int, *, sharex: bool = False, sharey: bool = False
+) -> tuple[Figure, Any]:
     """A figure with a grid of axes that needs no display; axes come as rows of columns."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, squeeze=False, **shared)
+    axes = figure.subplots(rows, columns, sharex=sharex, sharey=sharey, squeeze=False)
     for axis in axes.flat:
         axis.grid(alpha=0.25)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+def _time_axis(axis: Axes) -> None:
+    """A logarithmic axis of TTFT with plain numbers, as many as fit."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_xscale("log")
+    low, high = axis.get_xlim()
+    decades = math.log10(high / low) if low > 0 else 1.0
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 3 else (1,), numticks=15))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.set_xlabel("time to first token (s)")
 
 
 def _legend(figure: Figure, axis: Axes, entries: int) -> None:

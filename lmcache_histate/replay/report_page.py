@@ -199,8 +199,7 @@ class _Writer:
         }
 
     def _point(self, anchor: str, point: Point, is_open: bool) -> dict[str, Any]:
-        mark = f"{point.factor:g}x" if point.factor is not None else _file_name(point.capacity_text)
-        prefix = f"{anchor}-{mark}"
+        prefix = f"{anchor}-{_file_name(point.capacity_mark)}"
         rows = [series for series in self._order if series in point.runs]
         by_mean = sorted(rows, key=lambda series: numbers.mean_s if (numbers := point.numbers(series)) else math.inf)
         curves = [series for series in self._curves if series in point.runs] or rows[: figures.HEADLINE]
@@ -263,7 +262,12 @@ class _Writer:
                 else "No request succeeded."
             )
         headings = ["", "requests", "hit rate", "of unlimited", "computed again", "mean TTFT", "p50", "p95", "p99"]
-        headings += [f"mean / {self._ours}", f"p99 / {self._ours}", f"mean / {self._baseline}", f"p99 / {self._baseline}"]
+        headings += [
+            f"mean / {self._ours}",
+            f"p99 / {self._ours}",
+            f"mean / {self._baseline}",
+            f"p99 / {self._baseline}",
+        ]
         title = "All requests" if which == ALL else "Reuse-sensitive requests"
         return {"title": title, "note": note, "headings": headings, "rows": rows}
 

@@ -17,7 +17,18 @@ Row = dict[str, Any]
 _NO_BASELINE = ("histate", "offline", UNLIMITED)
 """Beginnings of the names of policies that are not online baselines: our own, and bounds that know the future."""
 
-PREFERRED = ("cpu-disk", "vllm", "marconi", "sglang", "histate-paper", UNLIMITED, "cpu", "grid-4k", "junction", "offline")
+PREFERRED = (
+    "cpu-disk",
+    "vllm",
+    "marconi",
+    "sglang",
+    "histate-paper",
+    UNLIMITED,
+    "cpu",
+    "grid-4k",
+    "junction",
+    "offline",
+)
 """Policies that plots of curves show first, after the one that is judged."""
 
 
@@ -144,7 +155,7 @@ class Standing:
 
     Attributes:
         trace: Name of the trace.
-        capacity: Words for the capacity.
+        capacity: In working sets if the sweep said so, else bytes per tier.
         series: What is judged.
         best_mean: Online baseline of the lowest mean TTFT.
         mean_ratio: Mean TTFT over that baseline's.
@@ -193,7 +204,7 @@ def standings(points: Sequence[Point]) -> list[Standing]:
             found.append(
                 Standing(
                     trace=point.trace,
-                    capacity=point.capacity_text,
+                    capacity=point.capacity_mark,
                     series=ours.label,
                     best_mean=best_mean.policy,
                     mean_ratio=ratio_of(mine.mean_s, others[best_mean].mean_s),
