@@ -61,6 +61,8 @@ class TinyModelSpec:
         inner_attention_gain: What the first attention layer contributes, relative to all other layers.
         answer_pairs: Half the number of tokens that the model answers with; they come in pairs of opposite logits, so
             that one of them always beats the other tokens, whose logits are 0.
+        attention_heads: Query heads of an attention layer; a multiple of `kv_heads`.
+        kv_heads: KV heads of an attention layer. Every tensor-parallel rank takes an equal share of both.
     """
 
     seed: int = 0
@@ -70,6 +72,8 @@ class TinyModelSpec:
     attention_gain: float = 2.0
     inner_attention_gain: float = 0.1
     answer_pairs: int = 4
+    attention_heads: int = 10
+    kv_heads: int = 5
 
 
 def ensure_tiny_model(folder: Path, spec: TinyModelSpec | None = None) -> Path:
@@ -115,8 +119,8 @@ def _write(folder: Path, spec: TinyModelSpec) -> None:
         intermediate_size=512,
         num_hidden_layers=8,
         layer_types=["linear_attention"] * 6 + ["full_attention"] * 2,
-        num_attention_heads=10,
-        num_key_value_heads=5,
+        num_attention_heads=spec.attention_heads,
+        num_key_value_heads=spec.kv_heads,
         head_dim=64,
         partial_rotary_factor=0.25,  # 16 rotary dimensions; vLLM's CPU kernel crashes unless it is a multiple of 16
         linear_conv_kernel_dim=4,
