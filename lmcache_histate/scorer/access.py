@@ -3,9 +3,10 @@
 For a path that ends at position `e`, the *reach* of a position `x` is the probability that the path's next hit lands at
 or after `x`:
 
-    reach(x) = a + (1 - a) * G(e - x) / G(e)
+    reach(x) = w * (a + (1 - a) * G(e - x) / G(e))
 
-`a` is the probability that the end is hit. `G` says how the other hits spread over the distance from the end: `G(d) =
+`w` is 1, but for a session that went on in another instance: there it is the probability that such a session comes back
+here. `a` is the probability that the end is hit. `G` says how the other hits spread over the distance from the end: `G(d) =
 d` is the paper's uniform model; learned, it is the cumulative histogram of observed distances. A restore point serves
 the hits from itself up to the next one, so its share is a difference of two reaches.
 """
@@ -35,11 +36,13 @@ class PathRecord:
             session comes back to that position, whatever is left.
         hits: hits seen inside or at the end of the path.
         end_hits: those at its end.
+        moved: another instance served the session's next turn: this end is superseded there.
     """
 
     end: float
     hits: int = 0
     end_hits: int = 0
+    moved: bool = False
 
 
 class AccessModel:
@@ -67,8 +70,15 @@ class AccessModel:
         self._keep = 1.0 - 1.0 / memory
         self._hits = prior_hits
         self._end_hits = prior_hits * end_prior
+        # The same without the prior and what other caches have seen, to be told to them.
+        self._own_hits = self._own_end_hits = 0.0
+        self._own_counts: Floats = np.zeros(len(self.counts))
         self.end_probability = end_prior
         """The fleet's `a`, as published."""
+        # Of sessions that moved away, how many came back; one of either kind is the prior, since nothing is known.
+        self._moved, self._returned = 2.0, 1.0
+        self.return_probability = 0.5
+        """Probability that a session which moved to another instance is served here again, as published."""
         self._spread: Floats | None = None
 
     # -- learning -------------------------------------------------------------------------------------------------
@@ -79,14 +89,44 @@ class AccessModel:
         O(1). Slack is one chunk: a cache cannot tell positions inside a chunk apart.
         """
         at_end = record.end - position < slack
+        if record.moved:
+            record.moved = False
+            self._returned += 1.0
         record.hits += 1
         record.end_hits += at_end
         self._hits = self._hits * self._keep + 1.0
         self._end_hits = self._end_hits * self._keep + at_end
+        self._own_hits = self._own_hits * self._keep + 1.0
+        self._own_end_hits = self._own_end_hits * self._keep + at_end
         if not at_end:
-            self.counts *= self._keep
             distance = min(record.end - position, self.edges[-1] - 1.0)
-            self.counts[int(np.searchsorted(self.edges, distance, side="right")) - 1] += 1.0
+            for counts in (self.counts, self._own_counts):
+                counts *= self._keep
+                counts[int(np.searchsorted(self.edges, distance, side="right")) - 1] += 1.0
+
+    def observe_move(self, record: PathRecord) -> None:
+        """The session's next turn was served by another instance. O(1)."""
+        if not record.moved:
+            record.moved = True
+            self._moved = self._moved * self._keep + 1.0
+            self._returned *= self._keep
+
+    def own_counters(self) -> tuple[float, float, Floats]:
+        """Hits, end hits, and other hits by distance, that this cache itself has seen, weighted by age."""
+        return self._own_hits, self._own_end_hits, self._own_counts
+
+    def seed(self, hits: float, end_hits: float, counts: Floats) -> None:
+        """Begin with what other caches have seen (the sums of their `own_counters`); not live before `publish`.
+
+        It weighs at most as much as the memory, so that what is seen here takes over. Numbers that make no sense are
+        ignored.
+        """
+        if not 0.0 <= end_hits <= hits or hits <= 0.0 or counts.shape != self.counts.shape or np.any(counts < 0.0):
+            return
+        weight = min(1.0, 1.0 / ((1.0 - self._keep) * hits))
+        self._hits += weight * hits
+        self._end_hits += weight * end_hits
+        self.counts += weight * counts
 
     @property
     def observed_end_probability(self) -> float:
@@ -96,6 +136,7 @@ class AccessModel:
     def publish(self) -> None:
         """Make what was learned the live model. Whoever holds reaches must work them out anew."""
         self.end_probability = self.observed_end_probability
+        self.return_probability = self._returned / self._moved
         total = float(self.counts.sum())
         if self._placement == "histogram" and total > 0:
             self._spread = np.concatenate(([0.0], np.cumsum(self.counts))) / total
@@ -131,7 +172,8 @@ class AccessModel:
     def reach(self, record: PathRecord, position: Real) -> Real:
         """Probability that the next hit of the path lands at or after `position` (tokens, scalar or array)."""
         at_end = self.path_end_probability(record)
-        return at_end + (1.0 - at_end) * self.inside(record.end - position, record.end)
+        reach = at_end + (1.0 - at_end) * self.inside(record.end - position, record.end)
+        return self.return_probability * reach if record.moved else reach
 
     def hit_weights(self, start: int, end: int, block: int) -> Floats:
         """Probability of the next hit landing in each block of a segment, if `end` is where its path ends.

@@ -35,6 +35,7 @@ from lmcache_histate.scorer.reach import PathReach
 from lmcache_histate.scorer.settings import PolicySettings
 from lmcache_histate.scorer.shadow import ShadowCache
 from lmcache_histate.scorer.tuner import TauTuner, Turn
+from lmcache_histate.state_store.directory.protocol import Statistics
 from lmcache_histate.state_store.objects import CacheObject, Tier
 from lmcache_histate.state_store.plain import PlainNamespace, dump_namespace, load_namespace
 from lmcache_histate.state_store.tree import NO_NODE, Namespace
@@ -258,6 +259,40 @@ class CachePolicy:
             self.reach.update(last, move_end)
         self._count_event()
 
+    def session_moved(self, namespace: str, end: bytes) -> bool:
+        """Another instance served the next turn of the session whose path ends at the chunk `end`. O(path), once.
+
+        The path loses value by as much as such sessions do not come back (learned). A hit here makes it this cache's again.
+
+        Returns:
+            Whether a path ends there and was not known to have moved.
+        """
+        node = self._spaces[namespace].nodes.get(end, NO_NODE)
+        record = self.reach.records.get(node)
+        if record is None or record.moved:
+            return False
+        self.reach.update(node, self.access.observe_move)
+        self._count_event()
+        return True
+
+    def statistics(self, now: float) -> Statistics:
+        """What this cache itself has seen, for others to begin with. O(1)."""
+        hits, end_hits, distances = self.access.own_counters()
+        return Statistics(
+            hits,
+            end_hits,
+            tuple(distances.tolist()),
+            *self.tree.kv_residence.counters(now),
+            *self.tree.snapshot_residence.counters(now),
+        )
+
+    def seed(self, statistics: Statistics) -> None:
+        """Begin with what others have seen, before anything was seen here. O(n) once, to re-price what is there."""
+        self.access.seed(statistics.hits, statistics.end_hits, np.asarray(statistics.distances, dtype=np.float64))
+        self.tree.kv_residence.seed(statistics.kv_exposure, statistics.kv_departures)
+        self.tree.snapshot_residence.seed(statistics.snapshot_exposure, statistics.snapshot_departures)
+        self.publish()
+
     def observe_prefill(self, start: float, end: float, milliseconds: float) -> None:
         """The engine prefilled positions [start, end) in `milliseconds`. O(1)."""
         self.cost.observe_prefill(start, end, milliseconds)
@@ -386,7 +421,7 @@ class CachePolicy:
     # -- plain data -----------------------------------------------------------------------------------------------
 
     def dump(self) -> PlainPolicy:
-        """Everything but the settings and the tuner's shadows, as plain data. O(n)."""
+        """Everything but the settings, the tuner's shadows and what other instances said, as plain data. O(n)."""
         tree = self.tree
         return PlainPolicy(
             version=PLAIN_VERSION,

@@ -14,13 +14,15 @@ class ResidenceTime:
         memory: departures after which an old one weighs 1/e.
     """
 
-    __slots__ = ("_exposure", "_gone", "_keep", "_present", "_time")
+    __slots__ = ("_exposure", "_gone", "_keep", "_present", "_seed_exposure", "_seed_gone", "_time")
 
     def __init__(self, memory: float = 512.0) -> None:
         self._keep = 1.0 - 1.0 / memory
         self._present = 0
         self._exposure = 0.0
         self._gone = 0.0
+        # What other caches have seen, apart from the rest, so that it is not told to them as ours.
+        self._seed_exposure = self._seed_gone = 0.0
         self._time: float | None = None
 
     @property
@@ -46,12 +48,31 @@ class ResidenceTime:
         self._present = max(0, self._present - count)
         keep = self._keep**count
         self._exposure *= keep
+        self._seed_exposure *= keep
+        self._seed_gone *= keep
         self._gone = self._gone * keep + (1.0 - keep) / (1.0 - self._keep)
 
     def mean(self, now: float) -> float | None:
         """The estimate in seconds at `now`, or None while nothing has left yet."""
         self._advance(now)
-        return self._exposure / self._gone if self._gone > 0 else None
+        gone = self._gone + self._seed_gone
+        return (self._exposure + self._seed_exposure) / gone if gone > 0 else None
+
+    def counters(self, now: float) -> tuple[float, float]:
+        """Seconds that all things together spent in this cache, and things that left it, weighted by age."""
+        self._advance(now)
+        return self._exposure, self._gone
+
+    def seed(self, exposure: float, gone: float) -> None:
+        """Begin with what other caches have seen (the sums of their `counters`).
+
+        It weighs at most as much as the memory, and less with everything that leaves here. Numbers that make no sense are
+        ignored.
+        """
+        if exposure < 0.0 or gone <= 0.0:
+            return
+        weight = min(1.0, 1.0 / ((1.0 - self._keep) * gone))
+        self._seed_exposure, self._seed_gone = weight * exposure, weight * gone
 
     def dump(self) -> dict[str, float]:
         """The state as plain data; what is present is counted again by whoever loads the tree."""

@@ -387,6 +387,15 @@ class PrefixTree:
         """Whether every rank's object of `kind` is in some tier other than `tier`. O(1)."""
         return self._columns.ranks_outside(node, kind, tier) == self.namespaces[self.space[node]].full_mask
 
+    def complete_in(self, node: int, kind: int, tier: int) -> bool:
+        """Whether every rank's object of `kind` is in `tier`. O(1)."""
+        return self._columns.ranks(node, kind, tier) == self.namespaces[self.space[node]].full_mask
+
+    def ranks_lacking(self, node: int, kind: int, tier: int) -> set[int]:
+        """Ranks whose object of `kind` is not in `tier`. O(ranks)."""
+        held = self._columns.ranks(node, kind, tier)
+        return {rank for rank in range(self.namespaces[self.space[node]].geometry.ranks) if not held >> rank & 1}
+
     def size(self, node: int, kind: int, tier: int) -> int:
         """Bytes that all ranks of `kind` take in `tier`. O(1)."""
         return self._columns.nbytes(node, kind, tier)
