@@ -372,6 +372,14 @@ class Directory(Protocol):
         """The session of which a turn ended at the chunk `end`, or None if none is known. O(1)."""
         ...
 
+    def news(self, namespace: str, limit: int, now: float) -> list[ChunkRecord]:
+        """Chunks of which something was said since the last call, as they are now: at most `limit`, oldest news first.
+
+        One that nobody holds any more has no holders. This instance's own words are among them, and after the first `poll`
+        everything that is known. For one reader. Of more news than the view keeps records, the oldest are lost. O(news).
+        """
+        ...
+
     def records(self, namespace: str, now: float) -> list[ChunkRecord]:
         """All placed chunks that somebody holds, parents before children: to start warm. O(n log n)."""
         ...

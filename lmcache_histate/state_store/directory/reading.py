@@ -52,6 +52,11 @@ class ViewReader:
         view = self._views.get(namespace)
         return None if view is None else view.session(end, now)
 
+    def news(self, namespace: str, limit: int, now: float) -> list[ChunkRecord]:
+        """See `Directory.news`."""
+        view = self._views.get(namespace)
+        return [] if view is None else view.news(limit, now)
+
     def records(self, namespace: str, now: float) -> list[ChunkRecord]:
         """See `Directory.records`."""
         view = self._views.get(namespace)

@@ -7,6 +7,7 @@ the others by itself.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from lmcache_histate.state_store.directory.encoding import (
 )
 from lmcache_histate.state_store.directory.locate import locate
 from lmcache_histate.state_store.directory.protocol import (
+    FROM_THE_START,
     KV_BITS,
     NOWHERE_ELSE,
     SNAPSHOT_BITS,
@@ -77,6 +79,7 @@ class NamespaceView:
         self._server_ms = 0
         self._server_ms_at = 0.0
         self._to_prune: Iterator[bytes] | None = None
+        self._news: deque[bytes] = deque(maxlen=max_records)
 
     def __len__(self) -> int:
         """Chunk records known."""
@@ -96,7 +99,8 @@ class NamespaceView:
         for field, record in records:
             known = self._sessions if field[:1] == SESSION else self._chunks
             if not record:
-                known.pop(field[1:], None)
+                if known.pop(field[1:], None) is not None and known is self._chunks:
+                    self._news.append(field[1:])
                 continue
             try:
                 if known is self._sessions:
@@ -107,6 +111,8 @@ class NamespaceView:
                 self.malformed += 1
                 continue
             known[field[1:]] = record
+            if known is self._chunks:
+                self._news.append(field[1:])
         for full in (self._chunks, self._sessions):
             for key in list(islice(full, max(0, len(full) - self._max_records))):
                 del full[key]
@@ -130,6 +136,22 @@ class NamespaceView:
             record = self._chunks.get(key)
             if record and not any(number in self._members for number, _ in unpack_chunk(record).holders):
                 del self._chunks[key]
+
+    # -- read by one other thread ---------------------------------------------------------------------------------
+
+    def news(self, limit: int, now: float) -> list[ChunkRecord]:
+        """See `Directory.news`."""
+        live = self.live(now)
+        found = []
+        while self._news and len(found) < limit:
+            chunk_hash = self._news.popleft()
+            chunk = self.chunk(chunk_hash)
+            if chunk is None:
+                found.append(ChunkRecord(chunk_hash, FROM_THE_START, UNPLACED, ()))
+                continue
+            holders = tuple(Holder(live[number], bits) for number, bits in chunk.holders if number in live)
+            found.append(ChunkRecord(chunk_hash, chunk.parent, chunk.position, holders))
+        return found
 
     # -- read by any thread ---------------------------------------------------------------------------------------
 
