@@ -149,7 +149,7 @@ def running(root: Path, write_through: bool) -> Iterator[Server]:
 
 
 def work_until_it_dies(server: Server, seed: int, kill_after: float) -> list[Exception]:
-    """Turns on a thread of their own, and a kill in the middle of one; returns wrong bytes, and what else went wrong before the kill."""
+    """Turns on a thread of their own, and a kill in the middle of one; returns what was wrong."""
     rng, wrong, killed = random.Random(seed), [], threading.Event()
 
     def work() -> None:
