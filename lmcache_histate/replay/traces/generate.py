@@ -12,13 +12,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 import numpy as np
-import xxhash
 
-from lmcache_histate.replay.traces.build import TraceBuilder, answer_seconds, mixed
-from lmcache_histate.replay.traces.model import BlockHashes, Trace
+from lmcache_histate.replay.traces.build import TraceBuilder, answer_seconds
+from lmcache_histate.replay.traces.model import Trace
 from lmcache_histate.replay.traces.source import TraceError
-
-BLOCK_TOKENS = 64
+from lmcache_histate.replay.traces.text import TEXT_BLOCK_TOKENS, Numbers, Text, shared_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +178,13 @@ def generate_trace(spec: WorkloadSpec, *, name: str | None = None, limit: int | 
         limit: Keep only as many requests, the first in order of arrival.
     """
     kind = "agents" if isinstance(spec, AgentSpec) else f"rewriting-{spec.share * 100:g}"
-    builder = TraceBuilder(name or f"builtin:{kind}", BLOCK_TOKENS)
+    builder = TraceBuilder(name or f"builtin:{kind}", TEXT_BLOCK_TOKENS)
     starts = np.random.default_rng([spec.seed, 0]).exponential(spec.session_gap_s, spec.sessions).cumsum()
     for number, start in enumerate(starts.tolist()):
         # A generator for each session: more sessions leave the others as they are.
         random = np.random.default_rng([spec.seed, 1, number])
         key = f"session-{number}"
-        numbers = _Numbers(f"{spec.seed}/{key}")
+        numbers = Numbers(f"{spec.seed}/{key}")
         if isinstance(spec, AgentSpec):
             _AgentSession(spec, builder, random, key, numbers).write(start)
         else:
@@ -195,53 +193,11 @@ def generate_trace(spec: WorkloadSpec, *, name: str | None = None, limit: int | 
     return trace if limit is None else trace.first(limit)
 
 
-class _Numbers:
-    """Numbers of blocks, none twice."""
-
-    def __init__(self, salt: str) -> None:
-        self._seed = xxhash.xxh3_64_intdigest(salt.encode())
-        self._used = 0
-
-    def take(self, count: int) -> BlockHashes:
-        """`count` numbers not taken before."""
-        taken = mixed(np.arange(self._used, self._used + count, dtype=np.uint64), self._seed)
-        self._used += count
-        return taken
-
-
-class _Text:
-    """A conversation as far as a cache can tell: its length and its blocks.
-
-    Args:
-        numbers: Where numbers of new blocks come from.
-    """
-
-    def __init__(self, numbers: _Numbers, hashes: BlockHashes | None = None, tokens: int = 0) -> None:
-        self._numbers = numbers
-        self.hashes = np.empty(0, np.uint64) if hashes is None else hashes
-        self.tokens = tokens
-
-    def kept(self, tokens: int) -> _Text:
-        """A new conversation that begins with the first `tokens` of this one."""
-        return _Text(self._numbers, self.hashes[: tokens // BLOCK_TOKENS], tokens)
-
-    def extend(self, tokens: int) -> None:
-        """Append tokens that nobody else has."""
-        self.tokens += tokens
-        fresh = self._numbers.take(self.tokens // BLOCK_TOKENS - len(self.hashes))
-        self.hashes = np.concatenate((self.hashes, fresh))
-
-
-def _shared_text(name: str, tokens: int, numbers: _Numbers) -> _Text:
-    """A text that is the same wherever its name is, continued with `numbers`."""
-    return _Text(numbers, _Numbers(f"{name}/{tokens}").take(tokens // BLOCK_TOKENS), tokens)
-
-
 class _AgentSession:
     """Writes one session: its own stream, its forks and its sub-agents."""
 
     def __init__(
-        self, spec: AgentSpec, builder: TraceBuilder, random: np.random.Generator, key: str, numbers: _Numbers
+        self, spec: AgentSpec, builder: TraceBuilder, random: np.random.Generator, key: str, numbers: Numbers
     ) -> None:
         self._spec = spec
         self._builder = builder
@@ -251,8 +207,8 @@ class _AgentSession:
         # The first system prompts are used most, as versions of one agent are.
         weights = 1 / np.arange(1, spec.system_prompts + 1)
         kind = int(random.choice(spec.system_prompts, p=weights / weights.sum()))
-        self._system = _shared_text(f"system-{kind}", spec.system_tokens, numbers)
-        self._agent_system = _shared_text("sub-agent", spec.agent_system_tokens, numbers)
+        self._system = shared_text(f"system-{kind}", spec.system_tokens, numbers)
+        self._agent_system = shared_text("sub-agent", spec.agent_system_tokens, numbers)
         self._children = 0
 
     def write(self, start_s: float) -> None:
@@ -261,7 +217,7 @@ class _AgentSession:
         text.extend(self._spec.first.tokens(self._random))
         self._main(self._key, text, self._spec.turns.tokens(self._random), start_s, 0.0, None)
 
-    def _main(self, stream: str, text: _Text, turns: int, at_s: float, think_s: float, after: int | None) -> None:
+    def _main(self, stream: str, text: Text, turns: int, at_s: float, think_s: float, after: int | None) -> None:
         """A stream that rewinds, forks and starts sub-agents; `text` is its first prompt."""
         spec, random = self._spec, self._random
         back = spec.rewind_back.draw(random)
@@ -288,7 +244,7 @@ class _AgentSession:
             text.extend(min(new, spec.context_tokens - text.tokens))
 
     def _send(
-        self, stream: str, text: _Text, at_s: float, think_s: float, after: int | None = None
+        self, stream: str, text: Text, at_s: float, think_s: float, after: int | None = None
     ) -> tuple[int, float]:
         """Send `text` and append the answer to it; the request's handle, and when it was answered."""
         answer = self._spec.answers.tokens(self._random)
@@ -307,7 +263,7 @@ class _AgentSession:
         text.extend(answer)
         return request, answered
 
-    def _fork(self, text: _Text, at_s: float, after: int) -> None:
+    def _fork(self, text: Text, at_s: float, after: int) -> None:
         gap = self._spec.gaps.draw(self._random)
         branch = text.kept(int(self._random.integers(self._system.tokens, text.tokens)))
         branch.extend(self._spec.added.tokens(self._random))
@@ -331,9 +287,9 @@ class _AgentSession:
 
 
 def _rewriting_session(
-    spec: RewritingSpec, builder: TraceBuilder, random: np.random.Generator, key: str, numbers: _Numbers, at_s: float
+    spec: RewritingSpec, builder: TraceBuilder, random: np.random.Generator, key: str, numbers: Numbers, at_s: float
 ) -> None:
-    text, think_s = _Text(numbers), 0.0
+    text, think_s = Text(numbers), 0.0
     for turn in range(spec.turns):
         # Both are drawn whether they are needed or not: other shares leave the rest of the trace alone.
         rewrites, place = random.random() < spec.share, random.random()

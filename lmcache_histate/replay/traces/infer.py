@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
 
 from lmcache_histate.replay.traces.model import BlockHashes
 
 EDIT_SHARE = 0.5
 """A prompt that keeps at least this share of a stream's last prompt is an edit in that stream; one that keeps less shares
 a system prompt with it, and is somebody else's."""
-
-
-@dataclass(slots=True)
-class _Last:
-    """Of a stream: blocks of its last prompt."""
-
-    blocks: int
 
 
 class StreamFinder:
@@ -27,33 +20,33 @@ class StreamFinder:
 
     def __init__(self) -> None:
         self._owner: dict[int, str] = {}
-        self._last: dict[str, _Last] = {}
-        self._count = 0
+        self._last_blocks: dict[str, int] = {}
 
     def stream_of(self, hashes: BlockHashes) -> str:
         """The key of the stream that a prompt belongs to. O(log(known blocks) + new blocks), in order of arrival."""
         owner = self._owner
         numbers = hashes.tolist()
-        known = _known_blocks(numbers, owner)
+        known = known_blocks(numbers, owner)
         stream = owner[numbers[known - 1]] if known else ""
-        last = self._last.get(stream)
-        if last is None or known < last.blocks * EDIT_SHARE:
-            stream = f"stream-{self._count}"
-            self._count += 1
-            self._last[stream] = _Last(len(numbers))
-        else:
-            last.blocks = len(numbers)
+        if not known or known < self._last_blocks[stream] * EDIT_SHARE:
+            stream = f"stream-{len(self._last_blocks)}"
+        self._last_blocks[stream] = len(numbers)
         for number in numbers[known:]:
             owner[number] = stream
         return stream
 
 
-def _known_blocks(numbers: list[int], owner: dict[int, str]) -> int:
-    """How many blocks a prompt shares with earlier ones: chained numbers are known up to a point and unknown behind it."""
-    low, high = 0, len(numbers)
+def known_blocks(hashes: Sequence[int], known: Container[int]) -> int:
+    """How many leading blocks of a prompt are known: chained hashes are known up to a point and unknown behind it.
+
+    Args:
+        hashes: Of the prompt's blocks.
+        known: Blocks of earlier prompts, each with all blocks before it.
+    """
+    low, high = 0, len(hashes)
     while low < high:
         middle = (low + high) // 2
-        if numbers[middle] in owner:
+        if hashes[middle] in known:
             low = middle + 1
         else:
             high = middle

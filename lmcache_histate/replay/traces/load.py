@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
-
 from lmcache_histate.replay.traces.build import TraceBuilder
 from lmcache_histate.replay.traces.generate import builtin_spec, generate_trace
+from lmcache_histate.replay.traces.lookup_log import read_lookup_log
 from lmcache_histate.replay.traces.model import Trace
 from lmcache_histate.replay.traces.mooncake import read_mooncake
-from lmcache_histate.replay.traces.source import BadLines, Source, TraceError, find_files, first_line
+from lmcache_histate.replay.traces.plain import read_plain
+from lmcache_histate.replay.traces.source import BadLines, Source, TraceError, find_files, first_lines
+from lmcache_histate.replay.traces.tracelab import read_tracelab
 from lmcache_histate.replay.traces.weka import read_weka
 
 logger = logging.getLogger(__name__)
@@ -25,8 +27,23 @@ Reader = Callable[[Source, str, int | None], TraceBuilder]
 READERS: dict[str, Reader] = {
     "weka": read_weka,
     "mooncake": read_mooncake,
+    "tracelab": read_tracelab,
+    "lmcache-lookup": read_lookup_log,
+    "plain": read_plain,
 }
 """By format."""
+
+_KEY = re.compile(rb'"(\w+)"\s*:')
+
+# Keys that the first line of a format has (weka: the first part of a document, which may be one long line).
+_MARKS: dict[str, set[bytes]] = {
+    "lmcache-lookup": {b"chunk_hashes", b"seq_len"},
+    "tracelab": {b"session_id", b"input_tokens_total", b"prefix_tokens"},
+    "mooncake": {b"timestamp", b"input_length", b"hash_ids"},
+    "weka": {b"block_size", b"requests"},
+    "plain:tokens": {b"time", b"tokens"},
+    "plain:hashes": {b"time", b"hashes"},
+}
 
 
 def load_trace(
@@ -65,6 +82,8 @@ def load_trace(
     source = Source(list(formats), BadLines(bad_lines, on_bad_line), on_progress)
     name = Path(names[0]).name.split(".")[0] or str(names[0])
     trace = READERS[kinds[0]](source, name, limit).finish()
+    if limit is not None:
+        trace = trace.first(limit)
     if not trace.requests:
         raise TraceError(f"{names[0]}: no request in it could be used ({source.bad_lines.count} bad lines)")
     return trace
@@ -76,19 +95,25 @@ def detect_format(path: Path) -> str:
     Raises:
         TraceError: None that is known.
     """
-    line = first_line(path)
-    if not line:
+    lines = first_lines(path, 20, 1 << 16)
+    if lines and not lines[0].endswith(b"\n"):
+        lines = first_lines(path, 1, 1 << 24)  # one very long line: its last keys are looked for, too
+    if not lines:
         return ""
-    if b'"hash_ids"' in line and b'"input_length"' in line:
-        return "mooncake"
-    if b'"requests"' in line or b'"block_size"' in line or line.strip() == b"{":
+    for line in lines:
+        keys = set(_KEY.findall(line))
+        for name, marks in _MARKS.items():
+            if marks <= keys:
+                return name.split(":")[0]
+    if lines[0].strip() == b"{":  # a document over several lines
         return "weka"
-    raise TraceError(f"{path}: not a trace that this program knows")
+    raise TraceError(
+        f"{path}: none of the known formats ({', '.join(READERS)}). Its first line begins with {_shape(lines[0])}. "
+        "docs/traces.md describes the plain format, which any log can be turned into."
+    )
 
 
-def _keys(line: bytes) -> set[str]:
-    try:
-        found = msgspec.json.decode(line)
-    except msgspec.MsgspecError:
-        return set()
-    return set(found) if isinstance(found, dict) else set()
+def _shape(line: bytes) -> str:
+    """The beginning of a line as far as it can be shown: the names of its keys, never what they hold."""
+    keys = [key.decode(errors="replace") for key in _KEY.findall(line)[:8]]
+    return f"the keys {', '.join(keys)}" if keys else "something that is not a JSON object"

@@ -7,16 +7,16 @@ import numpy as np
 
 from lmcache_histate.replay.traces.build import TraceBuilder, mixed
 from lmcache_histate.replay.traces.infer import StreamFinder
-from lmcache_histate.replay.traces.source import Source
+from lmcache_histate.replay.traces.source import Count, Source
 
 BLOCK_TOKENS = 512
 
 
 class _Line(msgspec.Struct):
     timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
+    input_length: Count
+    output_length: Count
+    hash_ids: list[Count]
 
 
 def read_mooncake(source: Source, name: str, limit: int | None = None) -> TraceBuilder:
@@ -34,7 +34,7 @@ def read_mooncake(source: Source, name: str, limit: int | None = None) -> TraceB
             try:
                 line = decoder.decode(text)
                 hashes = mixed(np.array(line.hash_ids, np.uint64))[: line.input_length // BLOCK_TOKENS]
-            except (msgspec.MsgspecError, OverflowError) as error:
+            except (msgspec.MsgspecError, ValueError) as error:
                 source.bad_lines.skip(path, number, str(error))
                 continue
             builder.add(streams.stream_of(hashes), line.timestamp / 1000, line.input_length, line.output_length, hashes)

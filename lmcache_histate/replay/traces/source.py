@@ -9,7 +9,9 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated
+
+import msgspec
 
 logger = logging.getLogger(__name__)
 
@@ -18,13 +20,12 @@ SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".ndjson.gz")
 
 _GZIP_MAGIC = b"\x1f\x8b"
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
+"""A number in a trace that counts or names something."""
+
 
 class TraceError(ValueError):
     """A trace that cannot be read; the message says which file and line, and what is wrong."""
-
-
-class BadRecordError(ValueError):
-    """One record that a reader cannot use; the message says why, the reader's caller adds the place."""
 
 
 @dataclass
@@ -117,21 +118,25 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
     return files
 
 
-def first_line(path: Path, most: int = 1 << 16) -> bytes:
-    """The first line of a file that is not blank, cut after `most` bytes.
+def first_lines(path: Path, count: int, most: int) -> list[bytes]:
+    """Up to `count` lines from the beginning of a file that are not blank, each cut after `most` bytes.
 
     Raises:
         TraceError: The file cannot be read or unpacked.
     """
+    found: list[bytes] = []
     try:
         with path.open("rb") as raw:
             unpacked = _unpacked(raw)
-            while line := unpacked.readline(most):
+            while len(found) < count and (line := unpacked.readline(most)):
                 if line.strip():
-                    return line
+                    found.append(line)
+                if not line.endswith(b"\n"):
+                    break  # cut, or the file ends: what follows is no line's beginning
     except (OSError, EOFError, zlib.error) as error:
-        raise TraceError(f"{path}: cannot be read ({error})") from error
-    return b""
+        if not found:
+            raise TraceError(f"{path}: cannot be read ({error})") from error
+    return found
 
 
 def _unpacked(raw: IO[bytes]) -> IO[bytes]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import xxhash
 
 from lmcache_histate.replay.traces.build import TraceBuilder, answer_seconds, mixed
-from lmcache_histate.replay.traces.source import Source, TraceError
+from lmcache_histate.replay.traces.source import Count, Source, TraceError
 
 SESSION_GAP_S = 300.0
 """Sessions are recorded from 0 each; they are set this far apart."""
@@ -25,9 +26,9 @@ class _Entry(msgspec.Struct):
 
     t: float
     type: str
-    tokens: int = msgspec.field(default=0, name="in")
-    out: int = 0
-    hash_ids: list[int] = []
+    tokens: Count = msgspec.field(default=0, name="in")
+    out: Count = 0
+    hash_ids: list[Count] = []
     api_time: float | None = None
     think_time: float | None = None
     requests: list[_Entry] = []
@@ -36,7 +37,7 @@ class _Entry(msgspec.Struct):
 
 
 class _Session(msgspec.Struct):
-    block_size: int
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
     requests: list[_Entry]
     id: str = ""
 
@@ -62,11 +63,8 @@ def read_weka(source: Source, name: str, limit: int | None = None) -> TraceBuild
         for number, document in _documents(source, path):
             try:
                 session = decoder.decode(document)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, ValueError) as error:
                 source.bad_lines.skip(path, number, f"not a session: {error}")
-                continue
-            if session.block_size < 1:
-                source.bad_lines.skip(path, number, f"block_size {session.block_size} is not positive")
                 continue
             if builder is None:
                 builder = TraceBuilder(name, session.block_size)
