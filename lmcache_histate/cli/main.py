@@ -11,6 +11,7 @@ from lmcache_histate import __version__
 from lmcache_histate.cli.config_command import config_command
 from lmcache_histate.cli.demo import demo
 from lmcache_histate.cli.fsck_command import fsck_command
+from lmcache_histate.cli.replay_command import replay_command
 from lmcache_histate.cli.report_command import report_command
 from lmcache_histate.cli.server_command import server_command
 from lmcache_histate.cli.settings_text import settings_help
@@ -54,6 +55,16 @@ Examples:
   histate fsck --repair /mnt/nvme/histate            mend it; no server may use the folder
 """
 
+_REPLAY_EXAMPLES = """
+Examples:
+  histate replay builtin:agents --endpoint http://localhost:8000 --name histate
+  histate replay traces/ --endpoint http://localhost:8000 --scale 1/16 --speedup 10 --sessions 4 --requests 500
+  histate replay traces/ --endpoint http://localhost:8000 --name lmcache --capacity cpu=96GiB,disk=150GiB
+
+To compare two servers, send both the same trace with the same options under different names, then:
+  histate report lmcache.jsonl.gz histate.jsonl.gz
+"""
+
 _REPORT_EXAMPLES = """
 Examples:
   histate report sweep                               a whole sweep: report/index.html
@@ -74,6 +85,7 @@ app.command("config", epilog=_verbatim(_CONFIG_EXAMPLES + "\n" + settings_help()
 app.command("server", epilog=_verbatim(_SERVER_EXAMPLES))(server_command)
 app.command("fsck", epilog=_verbatim(_FSCK_EXAMPLES))(fsck_command)
 app.command("demo")(demo)
+app.command("replay", epilog=_verbatim(_REPLAY_EXAMPLES))(replay_command)
 app.command("report", epilog=_verbatim(_REPORT_EXAMPLES))(report_command)
 
 

@@ -153,6 +153,39 @@ class Numbers:
         return self.hit_tokens / self.reusable_tokens if self.hits_known and self.reusable_tokens else math.nan
 
 
+def summarize(runs: Sequence[RunTable], chosen: Sequence[Flags] | None = None) -> Numbers | None:
+    """Add up requests of several runs; None for none.
+
+    Args:
+        runs: The runs.
+        chosen: Per run, which of its requests count; all if None.
+    """
+    flags = chosen if chosen is not None else [np.ones(len(run.keys), bool) for run in runs]
+    columns = {
+        name: np.concatenate([run.columns[name][flag] for run, flag in zip(runs, flags, strict=True)])
+        for name in _COLUMNS
+    }
+    times = columns["ttft_s"]
+    if not len(times):
+        return None
+    p50, p95, p99 = (float(value) for value in np.percentile(times, (50, 95, 99), method="inverted_cdf"))
+    totals = {name: float(values.sum()) for name, values in columns.items()}
+    return Numbers(
+        requests=len(times),
+        prompt_tokens=totals["prompt_tokens"],
+        hit_tokens=totals["hit_tokens"],
+        reusable_tokens=totals["reusable_tokens"],
+        disk_tokens=totals["disk_tokens"],
+        remote_tokens=totals["remote_tokens"],
+        recomputed={cause: totals[f"recomputed_{cause}"] for cause in CAUSES},
+        mean_s=float(times.mean()),
+        p50_s=p50,
+        p95_s=p95,
+        p99_s=p99,
+        hits_known=all(run.hits_known for run in runs),
+    )
+
+
 @dataclass(frozen=True, order=True)
 class Series:
     """What one line of a plot shows.
@@ -263,27 +296,7 @@ class Point:
         runs = self.runs[series]
         if which == SENSITIVE and any((series.live, run.facts.seed) not in self.sensitive for run in runs):
             return None
-        times = self.ttft_s(series, which)
-        if not len(times):
-            return None
-        totals = {
-            name: float(sum(run.columns[name][self._chosen(run, which)].sum() for run in runs)) for name in _COLUMNS
-        }
-        p50, p95, p99 = (float(value) for value in np.percentile(times, (50, 95, 99), method="inverted_cdf"))
-        return Numbers(
-            requests=len(times),
-            prompt_tokens=totals["prompt_tokens"],
-            hit_tokens=totals["hit_tokens"],
-            reusable_tokens=totals["reusable_tokens"],
-            disk_tokens=totals["disk_tokens"],
-            remote_tokens=totals["remote_tokens"],
-            recomputed={cause: totals[f"recomputed_{cause}"] for cause in CAUSES},
-            mean_s=float(times.mean()),
-            p50_s=p50,
-            p95_s=p95,
-            p99_s=p99,
-            hits_known=all(run.hits_known for run in runs),
-        )
+        return summarize(runs, [self._chosen(run, which) for run in runs])
 
     def _chosen(self, run: RunTable, which: str) -> Flags:
         if which == ALL:

@@ -51,6 +51,8 @@ class RequestResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """Computed again, for a reason that the server does not tell."""
     error: str = ""
     """Why a live request failed; its other figures then mean nothing."""
+    answer: str = ""
+    """What a live server answered."""
 
 
 class TierSample(msgspec.Struct, frozen=True):
