@@ -7,7 +7,7 @@ hashes in a trace: what a prompt repeats of an answer counts as new.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +40,7 @@ class Reuse:
     kv: Blocks
     ends: Blocks
     junctions: Blocks
-    grids: dict[int, Blocks]
+    grids: Mapping[int, Blocks]
 
     def share(self, blocks: Blocks) -> float:
         """A hit rate: tokens of `blocks` over those of all prompts."""

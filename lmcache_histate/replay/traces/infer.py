@@ -10,26 +10,35 @@ EDIT_SHARE = 0.5
 """A prompt that keeps at least this share of a stream's last prompt is an edit in that stream; one that keeps less shares
 a system prompt with it, and is somebody else's."""
 
+SHARED_BY = 2
+"""Streams that left at one block before it counts as the end of a shared prefix."""
+
 
 class StreamFinder:
     """Assigns each prompt to a stream: the one that first sent the last block that the prompt shares with anything.
 
     A prompt that extends the stream's last one continues it; so does one that keeps at least `EDIT_SHARE` of it (an
-    edited message). Anything else starts a new stream. A prompt without whole blocks is a stream of its own.
+    edited message). Anything else starts a new stream, and a block at which `SHARED_BY` new streams left is taken for the
+    end of a shared prefix: who leaves there later is always new. A prompt without whole blocks is a stream of its own.
     """
 
     def __init__(self) -> None:
         self._owner: dict[int, str] = {}
         self._last_blocks: dict[str, int] = {}
+        self._left: dict[int, int] = {}
 
     def stream_of(self, hashes: BlockHashes) -> str:
         """The key of the stream that a prompt belongs to. O(log(known blocks) + new blocks), in order of arrival."""
         owner = self._owner
         numbers = hashes.tolist()
         known = known_blocks(numbers, owner)
-        stream = owner[numbers[known - 1]] if known else ""
-        if not known or known < self._last_blocks[stream] * EDIT_SHARE:
+        leaves = numbers[known - 1] if known else None
+        stream = owner[leaves] if leaves is not None else ""
+        left = 0 if leaves is None else self._left.get(leaves, 0)
+        if leaves is None or left >= SHARED_BY or known < self._last_blocks[stream] * EDIT_SHARE:
             stream = f"stream-{len(self._last_blocks)}"
+            if leaves is not None:
+                self._left[leaves] = left + 1
         self._last_blocks[stream] = len(numbers)
         for number in numbers[known:]:
             owner[number] = stream
