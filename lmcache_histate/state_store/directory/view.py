@@ -142,7 +142,7 @@ class NamespaceView:
     def news(self, limit: int, now: float) -> list[ChunkRecord]:
         """See `Directory.news`."""
         live = self.live(now)
-        found = []
+        found: list[ChunkRecord] = []
         while self._news and len(found) < limit:
             chunk_hash = self._news.popleft()
             chunk = self.chunk(chunk_hash)
@@ -230,7 +230,7 @@ class NamespaceView:
     def records(self, now: float) -> list[ChunkRecord]:
         """See `Directory.records`."""
         live = self.live(now)
-        found = []
+        found: list[ChunkRecord] = []
         for chunk_hash, record in list(self._chunks.items()):
             chunk = unpack_chunk(record)
             holders = tuple(Holder(live[number], bits) for number, bits in chunk.holders if number in live)
