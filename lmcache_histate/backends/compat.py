@@ -7,14 +7,16 @@ of the classes that it extends (the connector, the L2 adapter).
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.native_connector_l2_adapter import NativeConnectorL2Adapter
 from lmcache.v1.distributed.storage_controllers.prefetch_controller import PrefetchController
 from lmcache.v1.distributed.storage_controllers.prefetch_policy import PrefetchPolicy
-from lmcache.v1.distributed.storage_controllers.store_controller import StoreController
+from lmcache.v1.distributed.storage_controllers.store_controller import StoreController, StoreListener
 from lmcache.v1.distributed.storage_controllers.store_policy import StorePolicy
 from lmcache.v1.distributed.storage_manager import StorageManager
 
@@ -41,6 +43,9 @@ def check_signatures() -> None:
         PrefetchPolicy.plan_l1_retention: ("self", "keys", "l1_manager_desc", "l2_adapter_desc"),
         StorePolicy.select_store_targets: ("self", "keys", "adapters"),
         StorePolicy.select_l1_deletions: ("self", "keys"),
+        StoreListener.on_l1_keys_write_finished: ("self", "keys"),
+        StoreController.report_status: ("self",),
+        StoreController.get_inflight_stores_observations: ("self",),
         StorageManager.delete_l1_keys: ("self", "keys", "force"),
         StorageManager.get_l1_usage: ("self",),
     }  # fmt: skip
@@ -77,7 +82,7 @@ class StorageParts:
             store_controllers = list(manager._store_controllers.values())
             prefetch_controller = manager._prefetch_controller
             parts = cls(manager, l1_managers[0], store_controllers[0], prefetch_controller)
-            _ = parts.store_controller._policy, parts.prefetch_controller._policy
+            _ = parts.store_controller._policy, parts.prefetch_controller._policy, parts.store_controller._listener
         except (AttributeError, IndexError) as error:
             raise CompatError(
                 f"this LMCache has no {error}, which lmcache {TESTED} has. Install lmcache {TESTED}."
@@ -94,6 +99,20 @@ class StorageParts:
         """
         self.store_controller._policy = store
         self.prefetch_controller._policy = prefetch
+
+    def store_again(self, keys: Sequence[ObjectKey]) -> None:
+        """Have the StoreController ask its policy about these objects now, as if they had just been written. O(keys).
+
+        It owns the adapters' stores: it locks the objects in CPU memory for as long as they are read, and counts.
+        """
+        self.store_controller._listener.on_l1_keys_write_finished(list(keys))
+
+    def stores_in_hand(self, adapters: Collection[int]) -> bool:
+        """Whether the StoreController has anything to do, or on its way, for one of these adapters. O(stores on their way)."""
+        if self.store_controller.report_status()["pending_keys_count"]:
+            return True
+        observed = self.store_controller.get_inflight_stores_observations()
+        return any(count and attributes["adapter_index"] in adapters for count, attributes in observed)
 
 
 def split_batches_by_size(adapter: L2AdapterInterface) -> None:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.internal_api import L1ManagerListener, L2AdapterListener
@@ -38,6 +39,13 @@ class ObjectsChanged:
     time: float
 
 
+class RemoteRow(NamedTuple):
+    """Keys of one object group and rank, in prompt order, and the indices of those that a remote tier holds."""
+
+    keys: Sequence[ObjectKey]
+    held: Sequence[int]
+
+
 @dataclass(frozen=True)
 class Looked:
     """A prompt was looked up: its chunks in order, and how far KV and snapshots reached."""
@@ -50,6 +58,16 @@ class Looked:
     """Leading chunks whose KV some tier holds."""
     hit_chunks: int
     """Chunks that will be restored: a snapshot stands at the end of the last one."""
+    time: float
+    remote: Sequence[RemoteRow] | None = None
+    """What remote tiers hold of it, a row for each object group and rank; None without a remote tier."""
+
+
+@dataclass(frozen=True)
+class Touched:
+    """LMCache touched objects: all of a request that ended, or those in CPU memory that a lookup hit."""
+
+    keys: Sequence[ObjectKey]
     time: float
 
 
@@ -87,7 +105,7 @@ class AllocationFailed:
     """CPU memory had no room for a store or for what was read back."""
 
 
-StoreEvent = ObjectsChanged | Looked | Chained | SnapshotsReplaced | MoveEnded | AllocationFailed
+StoreEvent = ObjectsChanged | Looked | Touched | Chained | SnapshotsReplaced | MoveEnded | AllocationFailed
 
 
 class EventQueue:
@@ -120,10 +138,16 @@ class EventQueue:
 
 
 class CpuListener(L1ManagerListener):
-    """What enters and leaves CPU memory (LMCache's L1)."""
+    """What enters and leaves CPU memory (LMCache's L1).
 
-    def __init__(self, queue: EventQueue) -> None:
+    Args:
+        queue: Receives the events.
+        touches: Whether it also wants to know what LMCache touches.
+    """
+
+    def __init__(self, queue: EventQueue, touches: bool = False) -> None:
         self._queue = queue
+        self._touches = touches
 
     def on_l1_keys_write_finished(self, keys: list[ObjectKey]) -> None:
         """vLLM stored objects."""
@@ -148,7 +172,9 @@ class CpuListener(L1ManagerListener):
         """Not needed: only finished writes count."""
 
     def on_l1_keys_accessed(self, keys: list[ObjectKey]) -> None:
-        """Not needed: LMCache touches every key of a finished request, used or not."""
+        """A request ended, or hit something; says nothing of what was used: a finished request touches all its keys."""
+        if self._touches and keys:
+            self._queue.put(Touched(keys, time.monotonic()))
 
 
 class LowerTierListener(L2AdapterListener):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lmcache.logging import init_logger
@@ -29,9 +29,14 @@ from lmcache_histate.backends.events import (
     ObjectsChanged,
     SnapshotsReplaced,
     StoreEvent,
+    Touched,
 )
+from lmcache_histate.backends.historical import HistoricalSnapshots
 from lmcache_histate.backends.layout import Layouts, ModelLayout, Namespace, namespace_of
 from lmcache_histate.backends.mover import Mover
+from lmcache_histate.backends.offers import RemoteOffers
+from lmcache_histate.backends.quotas import Quotas
+from lmcache_histate.backends.remote_copies import RemoteCopies
 from lmcache_histate.backends.room import DISK_HEADROOM, RoomMaker
 from lmcache_histate.backends.segments import SegmentStatistics
 from lmcache_histate.config import Config
@@ -42,7 +47,6 @@ from lmcache_histate.scorer.settings import PolicySettings
 from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
 from lmcache_histate.state_store.tree import NO_NODE
 from lmcache_histate.state_store.tree import Namespace as CoreNamespace
-from lmcache_histate.state_store.units import UnitKind
 
 logger = init_logger(__name__)
 
@@ -52,8 +56,6 @@ LOAD_WAIT_SECONDS = 0.05
 """How long a load waits at most for room to be made: far less than what it saves."""
 MAX_LOGGED_ERRORS = 20
 """Errors written to the log one by one; all are counted."""
-SETTLE_SECONDS = 0.5
-"""A snapshot that was overtaken waits this long before it moves to disk: the connector may just be dropping it."""
 
 
 class Keeper:
@@ -66,6 +68,7 @@ class Keeper:
         queue: What happened, written by LMCache's threads.
         disk: The disk tier, or None.
         chunk_tokens: Tokens of one chunk.
+        offers: Makes what copies things to remote tiers, or None.
     """
 
     def __init__(
@@ -76,13 +79,13 @@ class Keeper:
         queue: EventQueue,
         disk: HiStateDiskAdapter | None,
         chunk_tokens: int,
+        offers: Callable[[CachePolicy], RemoteOffers] | None = None,
     ) -> None:
         settings = config.histate
         self._parts = parts
         self._layouts = layouts
         self._queue = queue
         self._chunk_tokens = chunk_tokens
-        self._snapshots_to_disk = disk is not None and settings.snapshots_to_disk
         disk_limit = disk.get_usage().total_capacity_bytes * (1 - DISK_HEADROOM) if disk is not None else 0.0
         capacities = {Tier.CPU: float(parts.manager.get_l1_usage()[1])}
         if disk is not None:
@@ -114,10 +117,20 @@ class Keeper:
             disk_limit,
             self._undecided,
         )
+        self._historical = (
+            HistoricalSnapshots(self.policy, self._room, self._mover)
+            if self._mover is not None and settings.snapshots_to_disk
+            else None
+        )
+        self._quotas = Quotas(
+            self.policy, parts.manager.quota_manager, self._mover.leaving if self._mover is not None else lambda _: 0
+        )
+        self._quotas.configure(settings.quotas)
+        self._remote = RemoteCopies(self.policy)
+        self._offers = offers(self.policy) if offers is not None else None
         self._registered: dict[Namespace, CoreNamespace] = {}
-        self._overtaken: deque[tuple[float, Namespace, bytes]] = deque(maxlen=100_000)
         self._facts: dict[tuple[str, int], PlacementFacts] = {}
-        self._counts = dict.fromkeys(("lookups", "hits", "demoted_snapshots", "dropped_snapshots", "errors"), 0)
+        self._counts = dict.fromkeys(("lookups", "hits", "dropped_snapshots", "errors"), 0)
         self._segments = SegmentStatistics()
         self._core = threading.Lock()
         self._stop = threading.Event()
@@ -149,6 +162,8 @@ class Keeper:
         return {
             **self._counts,
             **self._room.counts,
+            **(self._historical.counts if self._historical is not None else {"demoted_snapshots": 0}),
+            **(self._offers.counts if self._offers is not None else {}),
             "healthy": self._thread.is_alive(),
             "queued_events": len(self._queue),
             **(self._mover.counts if self._mover is not None else {}),
@@ -159,6 +174,11 @@ class Keeper:
             "chunks_known": len(self.policy.tree),
             "tau_seconds": self.policy.tau,
         }
+
+    @property
+    def wants_touches(self) -> bool:
+        """Whether it is of use to report what LMCache touches."""
+        return self._offers is not None
 
     def make_room_for(self, nbytes: int) -> None:
         """Called on LMCache's prefetch thread, before it reserves memory for a load from below.
@@ -210,8 +230,13 @@ class Keeper:
                             "HiState ignores an event that contradicts what it knows: %s", error, exc_info=True
                         )
             now = time.monotonic()
-            self._demote_overtaken(now)
+            if self._historical is not None:
+                self._historical.move(now)
+            for salt in self._quotas.over(now):
+                self._room.hold_quota(self._quotas, salt, now)
             self._room.make_room(now, urgent=any(isinstance(event, AllocationFailed) for event in events))
+            if self._offers is not None:
+                self._offers.send(now)
             for model in self._facts:
                 layout = self._layouts.find(*model)
                 if layout is not None:
@@ -234,9 +259,10 @@ class Keeper:
             self._looked(event)
         elif isinstance(event, Chained):
             self._link(self._chains.chained(event), event.time)
+        elif isinstance(event, Touched):
+            self._touched(event)
         elif isinstance(event, MoveEnded):
-            if self._mover is not None:
-                self._mover.ended(event, time.monotonic())
+            self._move_ended(event)
         elif isinstance(event, SnapshotsReplaced):
             self._snapshots_replaced(event)
 
@@ -248,6 +274,7 @@ class Keeper:
         if namespace not in self._registered:
             geometry = layout.geometry(self._chunk_tokens)
             self._registered[namespace] = self.policy.add_namespace(namespace.name, geometry)
+            self._quotas.registered(namespace)
             model = namespace.model_name, namespace.world_size
             self._facts.setdefault(model, self._describe(layout, time.monotonic()))
         return layout
@@ -287,22 +314,62 @@ class Keeper:
         chunk_hashes = dict.fromkeys(key.chunk_hash for key in keys)
         self._link(self._chains.stored(namespace, chunk_hashes, tree, space), event.time)
         self.policy.stored(namespace.name, objects, event.time)
+        if event.tier is Tier.REMOTE:
+            self._remote.stored(namespace, chunk_hashes, event.time)
+            if self._offers is not None:
+                self._offers.arrived(keys)
+            return
+        self._quotas.stored(namespace)
         if event.tier is Tier.DISK:
             self._chains.keep_places(tree, space, keys, layout.group_kinds)
-        elif event.tier is Tier.CPU and self._snapshots_to_disk:
-            for chunk_hash in {entry.chunk_hash for entry in objects if entry.kind == Kind.SNAPSHOT}:
-                self._note_overtaken(namespace, chunk_hash, event.time)
+            return
+        restore_points = {
+            entry.chunk_hash for entry in objects if entry.kind == Kind.SNAPSHOT or not layout.has_snapshots
+        }
+        for chunk_hash in restore_points:
+            if self._historical is not None and layout.has_snapshots:
+                self._historical.stored(namespace, chunk_hash, event.time)
+            if self._offers is not None:
+                self._offers.came_to_cpu(namespace, chunk_hash, event.time)
+
+    def _move_ended(self, event: MoveEnded) -> None:
+        if self._mover is None:
+            return
+        now = time.monotonic()
+        for key in self._mover.ended(event, now):
+            # Not left to the events that follow: until they come, what was moved would count twice.
+            namespace = namespace_of(key)
+            layout = self._register(namespace)
+            if layout is not None:
+                self.policy.removed(namespace.name, layout.objects_of(key, Tier.CPU), now)
+
+    def _touched(self, event: Touched) -> None:
+        """A request ended (or hit CPU memory: what it hit was an end, too, or is no news)."""
+        if self._offers is None:
+            return
+        chunks: dict[Namespace, dict[bytes, None]] = {}
+        for key in event.keys:
+            chunks.setdefault(namespace_of(key), {})[key.chunk_hash] = None
+        for namespace, hashes in chunks.items():
+            if self._register(namespace) is not None:
+                self._offers.turn_ended(namespace, list(hashes), event.time)
 
     def _looked(self, event: Looked) -> None:
         namespace = Namespace(event.model_name, event.world_size, event.cache_salt)
-        if self._register(namespace) is None:
+        layout = self._register(namespace)
+        if layout is None:
             return
         self._place_undecided()
         self._counts["lookups"] += 1
         self.policy.lookup(namespace.name, event.chunk_hashes, event.time)
-        self._segments.looked_up(
-            (len(event.chunk_hashes) - event.hit_chunks) * self._chunk_tokens, self._goes_on(namespace, event)
-        )
+        if event.remote is not None:
+            self._remote.found(namespace, layout, event.remote, event.time)
+        inside = self._goes_on(namespace, event)
+        self._segments.looked_up((len(event.chunk_hashes) - event.hit_chunks) * self._chunk_tokens, inside)
+        if inside and self._offers is not None:
+            # Where it resumes, and where it parts: vLLM saves a state there, too.
+            for reached in {event.hit_chunks, event.kv_chunks} - {0}:
+                self._offers.shared(namespace, event.chunk_hashes[reached - 1], event.time)
         if event.kv_chunks:
             self._counts["hits"] += event.hit_chunks > 0
             self.policy.hit(
@@ -330,39 +397,6 @@ class Keeper:
         self._link(self._chains.on_disk(), time.monotonic())
         for event in [event for model in known for event in self._undecided.pop(model)]:
             self._objects_changed(event)
-
-    # Snapshots that a later one has overtaken
-
-    def _note_overtaken(self, namespace: Namespace, chunk_hash: bytes, now: float) -> None:
-        """A snapshot arrived: the one before it on its path, and itself if it came late, may be historical now."""
-        tree = self.policy.tree
-        node = self._node(namespace, chunk_hash)
-        if node == NO_NODE:
-            return
-        before = tree.previous_restorable(node)
-        for other in (before, node):
-            if other != NO_NODE and tree.hashes[other]:
-                self._overtaken.append((now + SETTLE_SECONDS, namespace, tree.hashes[other]))
-
-    def _demote_overtaken(self, now: float) -> None:
-        """Write historical snapshots to disk and let CPU memory go of them. O(snapshots that became historical).
-
-        As many as may be on their way at a time; the rest waits. What the day's write budget does not hold stays in CPU
-        memory, to be evicted in its turn.
-        """
-        tree = self.policy.tree
-        while self._mover is not None and self._overtaken and self._overtaken[0][0] <= now:
-            _, namespace, chunk_hash = self._overtaken[0]
-            node = self._node(namespace, chunk_hash)
-            self.policy.order.settle()
-            if node != NO_NODE and tree.unit_kind[Tier.CPU][node] == UnitKind.SNAPSHOT:
-                objects = tree.objects(node, Kind.SNAPSHOT, Tier.CPU)
-                nbytes = sum(entry.nbytes for entry in objects)
-                if not self._mover.has_room(nbytes, now) and self._mover.within_budget(nbytes, now):
-                    return
-                if self._mover.within_budget(nbytes, now):
-                    self._counts["demoted_snapshots"] += self._room.move_down(namespace, objects) > 0
-            self._overtaken.popleft()
 
     def drop_snapshots(self, namespace: Namespace, chunk_hashes: Sequence[bytes]) -> None:
         """The connector says that these snapshots were replaced. Called on a request thread; only queues."""

@@ -72,6 +72,11 @@ class ModelLayout:
         return Kind.SNAPSHOT in self.group_kinds and Kind.KV in self.group_kinds
 
     @property
+    def has_snapshots(self) -> bool:
+        """Whether the model has recurrent layers."""
+        return Kind.SNAPSHOT in self.group_kinds
+
+    @property
     def ranks(self) -> int:
         """Ranks that the core knows this model by."""
         return lcm(*(self.shard_count(kind) for kind in set(self.group_kinds)))

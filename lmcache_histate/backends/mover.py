@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ class Mover:
         self._allowance = 0.0 if self._rate is None else self._rate * BURST_SECONDS
         self._allowed_at: float | None = None
         self.bytes_in_flight = 0
+        self._in_flight_by_salt: Counter[str] = Counter()
         self.counts = dict.fromkeys(("moved_to_disk", "bytes_moved_to_disk", "failed_moves"), 0)
 
     def has_room(self, nbytes: int, now: float) -> bool:
@@ -87,19 +89,32 @@ class Mover:
         except Exception:
             self._parts.l1_manager.finish_read(moving)
             raise
-        self._in_flight.update(zip(moving, sizes, strict=True))
+        for key, size in zip(moving, sizes, strict=True):
+            self._in_flight[key] = size
+            self._in_flight_by_salt[key.cache_salt] += size
         self.bytes_in_flight += sum(sizes)
         self._allowance -= sum(sizes)
         future.add_done_callback(lambda done: self._queue.put(MoveEnded(moving, done.result())))
         return sum(sizes)
 
-    def ended(self, event: MoveEnded, now: float) -> None:
-        """A move came to its end: unlock, and delete from CPU memory what the disk holds now. O(objects)."""
+    def leaving(self, salt: str) -> int:
+        """Bytes of a tenant that are being moved. O(1)."""
+        return self._in_flight_by_salt[salt]
+
+    def ended(self, event: MoveEnded, now: float) -> list[ObjectKey]:
+        """A move came to its end: unlock, and delete from CPU memory what the disk holds now. O(objects).
+
+        Returns:
+            What has surely left CPU memory; the events that say so come later.
+        """
         self._parts.l1_manager.finish_read(list(event.keys))
         safe = []
         for key, put in zip(event.keys, event.results, strict=True):
             size = self._in_flight.pop(key, 0)
             self.bytes_in_flight -= size
+            self._in_flight_by_salt[key.cache_salt] -= size
+            if not self._in_flight_by_salt[key.cache_salt]:
+                del self._in_flight_by_salt[key.cache_salt]
             if put in (Put.STORED, Put.PRESENT):
                 safe.append(key)
                 self.counts["moved_to_disk"] += 1
@@ -107,7 +122,8 @@ class Mover:
             else:
                 self.counts["failed_moves"] += 1
                 self._paused_until = now + PAUSE_SECONDS
-        self._parts.manager.delete_l1_keys(safe)
+        deleted, _ = self._parts.manager.delete_l1_keys(safe)
+        return safe if deleted == len(safe) else []
 
     def __len__(self) -> int:
         return len(self._in_flight)

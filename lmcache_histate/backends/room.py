@@ -12,10 +12,12 @@ from lmcache_histate.backends.compat import StorageParts
 from lmcache_histate.backends.disk.adapter import HiStateDiskAdapter
 from lmcache_histate.backends.layout import Layouts, Namespace, namespace_of
 from lmcache_histate.backends.mover import Mover
+from lmcache_histate.backends.quotas import Quotas
 from lmcache_histate.config import HiStateSettings
 from lmcache_histate.scorer.eviction import Victim
 from lmcache_histate.scorer.policy import CachePolicy
 from lmcache_histate.state_store.objects import CacheObject, Tier
+from lmcache_histate.state_store.units import MANAGED
 
 logger = init_logger(__name__)
 
@@ -69,7 +71,7 @@ class RoomMaker:
         self._strangers_after = float("-inf")
         self._stranded_on_disk: list[ObjectKey] = []
         self._evicted = {Tier.CPU: False, Tier.DISK: False}
-        self.counts = dict.fromkeys(("evicted_from_cpu", "evicted_from_disk", "locked_victims"), 0)
+        self.counts = dict.fromkeys(("evicted_from_cpu", "evicted_from_disk", "evicted_for_quota", "locked_victims"), 0)
 
     def disk_bytes(self) -> int:
         """Bytes that the disk tier holds; 0 without one."""
@@ -117,6 +119,20 @@ class RoomMaker:
             if victim is None:
                 return
             missing -= self._delete_victim(victim, now, wait_for_disk=False)
+
+    def hold_quota(self, quotas: Quotas, salt: str, now: float) -> None:
+        """Delete what is worth least of a tenant, in CPU memory or on disk, until it is within its quota. O(victims)."""
+        namespaces = quotas.namespaces(salt)
+        for _ in range(MAX_VICTIMS):
+            if quotas.excess(salt) <= 0:
+                return
+            # A byte freed counts the same wherever it lies, so values of the two tiers compare.
+            tiers = sorted(MANAGED, key=lambda tier: self._policy.lowest_value(tier, namespaces))
+            found = (self._policy.next_victim(tier, now, namespaces) for tier in tiers)
+            victim = next((victim for victim in found if victim is not None), None)
+            if victim is None:
+                return
+            self.counts["evicted_for_quota"] += self._delete_victim(victim, now) > 0
 
     def _make_room_in_cpu(self, now: float, urgent: bool) -> None:
         used, total = self._parts.manager.get_l1_usage()

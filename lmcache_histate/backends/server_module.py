@@ -19,6 +19,7 @@ from lmcache_histate.backends.arguments import forget_secrets, settings_digest
 from lmcache_histate.backends.events import BusSubscriber, CpuListener, EventQueue, LowerTierListener
 from lmcache_histate.backends.keeper import Keeper
 from lmcache_histate.backends.layout import Layouts, Namespace, namespace_of
+from lmcache_histate.backends.offers import RemoteOffers
 from lmcache_histate.backends.policies import HiStatePrefetchPolicy, HiStateStorePolicy
 from lmcache_histate.config import Config
 from lmcache_histate.protocol import (
@@ -78,6 +79,16 @@ class HiStateServerModule:
         self._queue = EventQueue()
         adapters = parts.manager.l2_adapters()
         disk = adapters[0] if config.local_disk is not None and adapters else None
+        disk_index = disk[0].index if disk is not None else None
+        remote = [descriptor.index for descriptor, _ in adapters if descriptor.index != disk_index]
+        offer = config.histate.offer_to_remote
+        store_policy = HiStateStorePolicy(
+            disk_index,
+            config.histate.write_through,
+            config.local_cpu,
+            # What is only passing through CPU memory is gone by the end of a turn.
+            everything_to_remote=offer == "all" or (offer != "none" and not config.local_cpu),
+        )
         self._keeper = Keeper(
             config,
             parts,
@@ -85,15 +96,27 @@ class HiStateServerModule:
             self._queue,
             disk[1] if disk else None,
             context.chunk_size,
+            partial(
+                RemoteOffers,
+                parts=parts,
+                layouts=self._layouts,
+                adapters=remote,
+                announce=store_policy.announce,
+                turn_ends=offer == "turn-ends",
+            )
+            if remote and config.local_cpu and offer in ("turn-ends", "shared")
+            else None,
         )
         parts.take_over_policies(
-            HiStateStorePolicy(disk[0].index if disk else None, config.histate.write_through, config.local_cpu),
-            HiStatePrefetchPolicy(self._queue.put, self._keeper.make_room_for, self._kind_of, config.local_cpu),
+            store_policy,
+            HiStatePrefetchPolicy(
+                self._queue.put, self._keeper.make_room_for, self._kind_of, config.local_cpu, disk_index
+            ),
         )
-        parts.l1_manager.register_listener(CpuListener(self._queue))
+        parts.l1_manager.register_listener(CpuListener(self._queue, touches=self._keeper.wants_touches))
         for descriptor, adapter in adapters:
             compat.split_batches_by_size(adapter)
-            tier = Tier.DISK if disk is not None and descriptor.index == disk[0].index else Tier.REMOTE
+            tier = Tier.DISK if descriptor.index == disk_index else Tier.REMOTE
             adapter.register_listener(LowerTierListener(self._queue, tier))
         context.event_bus.register_subscriber(BusSubscriber(self._queue))
         for name, value in self._keeper.status().items():

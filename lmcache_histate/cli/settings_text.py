@@ -22,6 +22,8 @@ def show(value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, dict):
+        return json.dumps(value) if value else "none"
     if isinstance(value, tuple | list):
         if all(isinstance(item, str) for item in value):
             return shlex.join(value) or "none"

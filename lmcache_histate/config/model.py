@@ -136,6 +136,22 @@ class HiStateSettings(_Settings):
         description="What may be moved from CPU memory to local_disk in a day, in GiB or with a unit, to spare the SSD; "
         "beyond it, what leaves CPU memory is deleted. 0: no limit. Writes of write_through are not counted.",
     )
+    offer_to_remote: Annotated[
+        Literal["turn-ends", "shared", "all", "none"], _words("turn-ends", "shared", "all", "none")
+    ] = Field(
+        default="turn-ends",
+        description="What is copied to remote_url and l2_adapters. turn-ends: the last snapshot of every turn and "
+        "prefixes that several sessions share, each with all of the KV before it; shared: such prefixes only; all: "
+        "whatever is stored, at once, as LMCache does; none: nothing, remote tiers are only read. With local_cpu: false, "
+        "everything but for none.",
+    )
+    quotas: Annotated[dict[str, float], BeforeValidator(values.parse_quotas)] = Field(
+        default_factory=dict,
+        description="What each tenant (cache_salt) may hold in CPU memory and on local_disk together, by name, in GiB or "
+        "with a unit: {alice: 20GiB, '*': 5GiB}. '*' is every tenant not named, _default requests without a cache_salt. "
+        "Beyond it, what is worth least of that tenant is deleted. LMCache's PUT /quota/{cache_salt} changes them while "
+        "the server runs. Tenants without a quota share what there is.",
+    )
     save_answers: Flag = Field(
         default=True,
         description="Also cache generated tokens, which an agent's next prompt contains "
@@ -260,6 +276,12 @@ class Config(_Settings):
             raise _problem(
                 "local_cpu",
                 "false leaves nothing to cache in. Set it to true, or add local_disk, remote_url or l2_adapters.",
+            )
+        if not self.local_cpu and self.local_disk is None and self.histate.offer_to_remote == "none":
+            raise _problem(
+                "histate.offer_to_remote",
+                "none leaves nothing to cache in, with local_cpu: false and without local_disk. Set local_cpu to true, "
+                "add local_disk, or let the remote tier be written to.",
             )
         if self.histate.write_through and self.local_disk is None:
             raise _problem(

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -268,6 +268,34 @@ def parse_adapters(value: object) -> tuple[dict[str, Any], ...]:
         except (TypeError, ValueError) as error:
             raise ValueError(f"adapter {number} cannot be written as JSON ({error}). {hint}") from None
     return tuple(items)
+
+
+def parse_quotas(value: object) -> dict[str, float]:
+    """Sizes in GiB by tenant, from a mapping (or the same as JSON text)."""
+    hint = "Write tenants and sizes, for example {alice: 20GiB, '*': 5GiB}; in the environment as JSON."
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not valid JSON ({error}). {hint}") from None
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{value!r} is not a list of tenants and sizes. {hint}")
+    quotas = {}
+    for salt, size in value.items():
+        # LMCache's own rule for a salt; numbers are what YAML makes of tenants named by digits.
+        if (
+            isinstance(salt, bool)
+            or not isinstance(salt, str | int)
+            or not re.fullmatch(r"[^@/\\\0]{1,128}", str(salt))
+        ):
+            raise ValueError(
+                f"{salt!r} cannot be a tenant: a cache_salt has 1 to 128 characters, and no @, / or \\ among them. {hint}"
+            )
+        try:
+            quotas[str(salt)] = parse_gib(size)
+        except ValueError as error:
+            raise ValueError(f"tenant {str(salt)!r}: {error}") from None
+    return quotas
 
 
 def parse_arguments(value: object) -> tuple[str, ...]:
