@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from lmcache_histate.state_store.directory.encoding import CHUNK, SESSION, Session, pack_chunk, pack_session
 from lmcache_histate.state_store.directory.protocol import (
+    REMOTE_BITS,
     UNPLACED,
     Change,
     ChunkHeld,
@@ -20,7 +21,8 @@ from lmcache_histate.state_store.directory.protocol import (
 from lmcache_histate.state_store.directory.reading import ViewReader
 from lmcache_histate.state_store.directory.view import LiveMember, NamespaceView
 
-_SELF = 1
+_SELF, _TIER = 1, 2
+"""Numbers of this instance and of its shared tier."""
 
 
 class LocalDirectory(ViewReader):
@@ -29,23 +31,28 @@ class LocalDirectory(ViewReader):
     Args:
         name: of the instance.
         address: where a router sends requests; may be empty.
+        shared_tier: name of the shared tier that this instance uses (`shared_tier_name`); empty for none.
         max_records: chunk records kept for each namespace.
     """
 
     lease_s = math.inf
 
-    def __init__(self, name: str, address: str = "", max_records: int = 1_000_000) -> None:
+    def __init__(self, name: str, address: str = "", shared_tier: str = "", max_records: int = 1_000_000) -> None:
         super().__init__()
-        self._member = Member(name, address)
+        self.remote_is_shared = bool(shared_tier)
+        self._members = {_SELF: LiveMember(Member(name, address, shared_tier), math.inf)}
+        if shared_tier:
+            self._members[_TIER] = LiveMember(Member(shared_tier, "", shared_tier), math.inf)
         self._max_records = max_records
 
     def register(self, namespace: str, facts: NamespaceFacts, now: float) -> Registration:
         """Begin, or begin again with nothing held. O(1)."""
         view = NamespaceView(facts, self._max_records)
         view.own_numbers = frozenset({_SELF})
-        view.set_members({_SELF: LiveMember(self._member, math.inf)}, int(now * 1000), now)
+        view.own_tier = self._members[_SELF].member.shared_tier
+        view.set_members(self._members, int(now * 1000), now)
         self._views[namespace] = view
-        return Registration(self._member.name, False, ())
+        return Registration(self._members[_SELF].member.name, False, ())
 
     def publish(self, namespace: str, changes: Sequence[Change], now: float) -> None:
         """See `Directory.publish`. O(changes)."""
@@ -58,16 +65,21 @@ class LocalDirectory(ViewReader):
             else:
                 self._session(view, change, now)
 
-    @staticmethod
-    def _hold(view: NamespaceView, change: ChunkHeld) -> None:
-        if not change.held:
-            view.apply([(CHUNK + change.chunk_hash, b""), (SESSION + change.chunk_hash, b"")])
-            return
+    def _hold(self, view: NamespaceView, change: ChunkHeld) -> None:
         known = view.chunk(change.chunk_hash)
         parent, position = change.parent, change.position
         if position == UNPLACED and known is not None:
             parent, position = known.parent, known.position
-        view.apply([(CHUNK + change.chunk_hash, pack_chunk(position, parent, [(_SELF, change.held)]))])
+        own, shared = change.held, 0
+        if self.remote_is_shared:
+            own &= ~REMOTE_BITS
+            before = next((bits for number, bits in known.holders if number == _TIER), 0) if known else 0
+            shared = (before | change.held & REMOTE_BITS) & ~change.shared_removed
+        holders = [(number, bits) for number, bits in ((_SELF, own), (_TIER, shared)) if bits]
+        if holders:
+            view.apply([(CHUNK + change.chunk_hash, pack_chunk(position, parent, holders))])
+        else:
+            view.apply([(CHUNK + change.chunk_hash, b""), (SESSION + change.chunk_hash, b"")])
 
     @staticmethod
     def _session(view: NamespaceView, change: SessionEnded | SessionHit, now: float) -> None:

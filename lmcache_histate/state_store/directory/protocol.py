@@ -304,6 +304,8 @@ class Directory(Protocol):
 
     lease_s: float
     """Seconds after which an instance that was not heard of counts as gone."""
+    remote_is_shared: bool
+    """Whether the remote tier of this instance is a shared one; see `ChunkHeld.held`."""
 
     # May wait for a server
 

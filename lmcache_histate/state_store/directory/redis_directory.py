@@ -115,6 +115,7 @@ class RedisDirectory(ViewReader):
         if lease_s < 0.1:
             raise ValueError(f"a lease of {lease_s} s is too short: use 0.1 s or more")
         self.lease_s = lease_s
+        self.remote_is_shared = bool(shared_tier)
         self.client = Client(address, min(2.0, lease_s / 4))
         self._member = Member(name, instance_address, shared_tier)
         self._token = token or os.urandom(8)
@@ -228,13 +229,12 @@ class RedisDirectory(ViewReader):
         seat = self._seats.get(namespace)
         if seat is None or seat.number is None:
             raise LeaseLost("this instance is not registered")
-        shares = bool(self._member.shared_tier)
         packed, statistics = [], b""
         for change in changes:
             if isinstance(change, Statistics):
                 statistics = pack_statistics(change)
             else:
-                packed.append(pack_change(change, shares))
+                packed.append(pack_change(change, self.remote_is_shared))
         status = self.client.run(
             _PUBLISH,
             seat.key,
@@ -254,7 +254,8 @@ class RedisDirectory(ViewReader):
 
     def poll(self, now: float) -> None:
         """See `Directory.poll`. O(members + changes) and a bounded share of the cleaning."""
-        self._announce(now)
+        if any(seat.number is not None for seat in self._seats.values()):
+            self._announce(now)
         lost = [seat for seat in self._seats.values() if not self._poll(seat, now)]
         if lost:
             raise LeaseLost("the server does not know this instance any more")
