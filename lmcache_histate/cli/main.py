@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lmcache_histate import __version__
+from lmcache_histate.cli.analyze_command import analyze_command
 from lmcache_histate.cli.config_command import config_command
 from lmcache_histate.cli.demo import demo
 from lmcache_histate.cli.fsck_command import fsck_command
@@ -55,6 +56,15 @@ Examples:
   histate fsck --repair /mnt/nvme/histate            mend it; no server may use the folder
 """
 
+_ANALYZE_EXAMPLES = """
+Examples:
+  histate analyze requests.jsonl.gz                  a log of your own; docs/traces.md has the format
+  histate analyze /var/log/lmcache/lookups -c cache.yaml --save recommended.yaml
+                                                     what lmcache server --lookup-hash-log-dir wrote
+  histate analyze traces/ --model qwen3-next-80b-a3b --block-size 1056 --cpu-budget 256
+  histate analyze builtin:agents --json | jq .hits
+"""
+
 _REPLAY_EXAMPLES = """
 Examples:
   histate replay builtin:agents --endpoint http://localhost:8000 --name histate
@@ -85,6 +95,7 @@ app.command("config", epilog=_verbatim(_CONFIG_EXAMPLES + "\n" + settings_help()
 app.command("server", epilog=_verbatim(_SERVER_EXAMPLES))(server_command)
 app.command("fsck", epilog=_verbatim(_FSCK_EXAMPLES))(fsck_command)
 app.command("demo")(demo)
+app.command("analyze", epilog=_verbatim(_ANALYZE_EXAMPLES))(analyze_command)
 app.command("replay", epilog=_verbatim(_REPLAY_EXAMPLES))(replay_command)
 app.command("report", epilog=_verbatim(_REPORT_EXAMPLES))(report_command)
 

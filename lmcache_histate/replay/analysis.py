@@ -52,20 +52,22 @@ class Bin(msgspec.Struct, frozen=True):
 
 
 class Hits(msgspec.Struct, frozen=True):
-    """Where requests hit, with nothing evicted and snapshots at the ends of prompts.
+    """Where requests hit, with nothing evicted and snapshots at the ends of prompts. The first four add up to all.
 
     Attributes:
         none: Requests that share no block with earlier ones.
-        at_end: Those whose match ends where an earlier prompt ended.
         inside: Those whose match ends inside a turn: there is KV behind the last snapshot.
+        append: Others that keep all of their stream's last prompt.
+        other_end: Others, whose match ends where some earlier prompt ended: a shared prefix, a return to an old turn's end.
         matched_tokens: Tokens that some earlier prompt had.
         recomputed_ends: Of these, those behind the nearest snapshot when only ends of prompts have one.
         recomputed_junctions: The same, with snapshots where earlier prompts left a known prefix, too, as vLLM keeps them.
     """
 
     none: int
-    at_end: int
     inside: int
+    append: int
+    other_end: int
     matched_tokens: int
     recomputed_ends: int
     recomputed_junctions: int
@@ -116,6 +118,7 @@ class Analysis(msgspec.Struct, frozen=True):
         rewind_tokens: Of those that are not 0.
         gaps: Seconds between an answer and its stream's next request.
         gap_seconds: Their quantiles.
+        notes: What the trace's reader had to assume.
     """
 
     trace: str
@@ -137,6 +140,7 @@ class Analysis(msgspec.Struct, frozen=True):
     rewind_tokens: Quantiles
     gaps: list[Bin]
     gap_seconds: Quantiles
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -162,6 +166,7 @@ def analyze(trace: Trace, geometry: CacheGeometry, on_progress: Callable[[int], 
     engine = engine_trace(trace, geometry.block_tokens)
     reuse = fine if engine is trace else measure_reuse(engine, GRIDS_TOKENS, on_progress)
     distances, gaps = _walk_streams(engine)
+    continued = distances[~np.isnan(distances)]
     requests = trace.requests
     new = reuse.prompt_tokens - reuse.kv * reuse.block_tokens
     return Analysis(
@@ -178,39 +183,44 @@ def analyze(trace: Trace, geometry: CacheGeometry, on_progress: Callable[[int], 
         block_tokens=engine.block_tokens,
         bounds=reuse.bounds,
         trace_bounds=fine.bounds,
-        hits=_hits(reuse),
+        hits=_hits(reuse, distances),
         working_set=_working_set(engine, geometry, new, on_progress),
-        distances=_bins(distances, DISTANCE_EDGES),
-        rewind_tokens=Quantiles.of([distance for distance in distances if distance > 0]),
+        distances=_bins(continued, DISTANCE_EDGES),
+        rewind_tokens=Quantiles.of(continued[continued > 0]),
         gaps=_bins(gaps, GAP_EDGES),
         gap_seconds=Quantiles.of(gaps),
+        notes=trace.notes,
     )
 
 
-def _hits(reuse: Reuse) -> Hits:
+def _hits(reuse: Reuse, distances: Floats) -> Hits:
     block = reuse.block_tokens
-    none, inside = int((reuse.kv == 0).sum()), int((reuse.kv > reuse.ends).sum())
+    none, inside = reuse.kv == 0, reuse.kv > reuse.ends
+    append = (distances == 0) & ~none & ~inside
     return Hits(
-        none=none,
-        at_end=len(reuse.kv) - none - inside,
-        inside=inside,
+        none=int(none.sum()),
+        inside=int(inside.sum()),
+        append=int(append.sum()),
+        other_end=int((~none & ~inside & ~append).sum()),
         matched_tokens=int(reuse.kv.sum()) * block,
         recomputed_ends=int((reuse.kv - reuse.ends).sum()) * block,
         recomputed_junctions=int((reuse.kv - reuse.junctions).sum()) * block,
     )
 
 
-def _walk_streams(trace: Trace) -> tuple[list[float], list[float]]:
-    """For each request but a stream's first: tokens before the end of the last prompt at which it leaves, and its gap."""
+def _walk_streams(trace: Trace) -> tuple[Floats, list[float]]:
+    """Tokens before the end of its stream's last prompt at which each request leaves that (NaN: it is the first), and the
+    gaps before all that are not first.
+    """
     last: dict[str, TraceRequest] = {}
-    distances, gaps = [], []
-    for request in trace.requests:
+    distances, gaps = np.full(len(trace.requests), np.nan), []
+    for index, request in enumerate(trace.requests):
         before = last.get(request.stream)
         last[request.stream] = request
         if before is None:
             continue
         gaps.append(request.think_s)
-        distances.append(float((len(before.hashes) - shared_blocks(before, request)) * trace.block_tokens))
+        distances[index] = (len(before.hashes) - shared_blocks(before, request)) * trace.block_tokens
     return distances, gaps
 
 
@@ -226,7 +236,7 @@ def shared_blocks(one: TraceRequest, other: TraceRequest) -> int:
     return low
 
 
-def _bins(values: Sequence[float], edges: Sequence[float]) -> list[Bin]:
+def _bins(values: Sequence[float] | Floats, edges: Sequence[float]) -> list[Bin]:
     counts = np.bincount(np.searchsorted(edges, values, side="right"), minlength=len(edges) + 1).tolist()
     bounds = [0.0, *map(float, edges)]
     return [

@@ -14,6 +14,9 @@ from lmcache_histate.replay.traces.model import BlockHashes, Stream, Trace, Trac
 
 ANSWER_TOKENS_PER_S = 50.0
 """How fast an answer is taken to come where a trace does not say when it was complete."""
+NO_ANSWER_TIMES = (
+    f"it does not say when answers were complete: they are taken to come at {ANSWER_TOKENS_PER_S:.0f} tokens/s"
+)
 
 
 def answer_seconds(output_tokens: int) -> float:
@@ -63,11 +66,13 @@ class TraceBuilder:
     Args:
         name: Of the trace.
         block_tokens: Tokens of one block.
+        notes: What the reader assumes.
     """
 
-    def __init__(self, name: str, block_tokens: int) -> None:
+    def __init__(self, name: str, block_tokens: int, *notes: str) -> None:
         self.name = name
         self.block_tokens = block_tokens
+        self.notes = notes
         self._drafts: list[_Draft] = []
         self._streams: dict[str, _OpenStream] = {}
 
@@ -156,4 +161,4 @@ class TraceBuilder:
             )
             for key, stream in self._streams.items()
         }
-        return Trace(self.name, self.block_tokens, requests, streams)
+        return Trace(self.name, self.block_tokens, requests, streams, self.notes)

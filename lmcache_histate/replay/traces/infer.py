@@ -10,6 +10,7 @@ EDIT_SHARE = 0.5
 """A prompt that keeps at least this share of a stream's last prompt is an edit in that stream; one that keeps less shares
 a system prompt with it, and is somebody else's."""
 
+NOTE = "it names no sessions: streams are inferred from what prompts share"
 SHARED_BY = 2
 """Streams that left at one block before it counts as the end of a shared prefix."""
 

@@ -14,10 +14,11 @@ import numpy as np
 import xxhash
 
 from lmcache_histate.replay.traces.build import TraceBuilder, mixed
-from lmcache_histate.replay.traces.infer import StreamFinder
+from lmcache_histate.replay.traces.infer import NOTE, StreamFinder
 from lmcache_histate.replay.traces.model import BlockHashes
 from lmcache_histate.replay.traces.source import Count, Source, TraceError
 
+NO_ANSWERS = "it does not log answers: each counts as one token, and gaps include the time it took"
 REMEMBERED_REQUESTS = 4096
 """A request that waits or is preempted is looked up again: its later lines are dropped while it is among so many."""
 
@@ -58,7 +59,7 @@ def read_lookup_log(source: Source, name: str, limit: int | None = None) -> Trac
                 seen.append(lookup.request_id)
                 seen_set.add(lookup.request_id)
             if builder is None:
-                builder = TraceBuilder(name, lookup.chunk_size)
+                builder = TraceBuilder(name, lookup.chunk_size, NOTE, NO_ANSWERS)
             elif builder.block_tokens != lookup.chunk_size:
                 raise TraceError(
                     f"{path}, line {number}: chunk_size {lookup.chunk_size}, but {builder.block_tokens} before: the "

@@ -61,12 +61,14 @@ class Trace:
         block_tokens: Tokens of one block of `TraceRequest.hashes`.
         requests: Ordered by `arrival_s`; a stream's requests in their order.
         streams: By key.
+        notes: What a reader had to assume, for users.
     """
 
     name: str
     block_tokens: int
     requests: Sequence[TraceRequest]
     streams: dict[str, Stream] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def coarser(self, blocks: int) -> Trace:
         """The same trace with blocks of `blocks` of its blocks, for an engine whose blocks are larger.
@@ -87,11 +89,11 @@ class Trace:
             )
             for request in self.requests
         ]
-        return Trace(self.name, self.block_tokens * blocks, requests, self.streams)
+        return Trace(self.name, self.block_tokens * blocks, requests, self.streams, self.notes)
 
     def first(self, count: int) -> Trace:
         """The first `count` requests, and the streams that have any of them."""
         requests = self.requests[:count]
         kept = {request.stream for request in requests}
         streams = {key: stream for key, stream in self.streams.items() if key in kept}
-        return Trace(self.name, self.block_tokens, requests, streams)
+        return Trace(self.name, self.block_tokens, requests, streams, self.notes)

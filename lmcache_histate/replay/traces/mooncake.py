@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from lmcache_histate.replay.traces.build import TraceBuilder, mixed
-from lmcache_histate.replay.traces.infer import StreamFinder
+from lmcache_histate.replay.traces.build import NO_ANSWER_TIMES, TraceBuilder, mixed
+from lmcache_histate.replay.traces.infer import NOTE, StreamFinder
 from lmcache_histate.replay.traces.source import Count, Source
 
 BLOCK_TOKENS = 512
@@ -28,7 +28,7 @@ def read_mooncake(source: Source, name: str, limit: int | None = None) -> TraceB
         TraceError: Too many bad lines.
     """
     decoder = msgspec.json.Decoder(_Line)
-    builder, streams = TraceBuilder(name, BLOCK_TOKENS), StreamFinder()
+    builder, streams = TraceBuilder(name, BLOCK_TOKENS, NOTE, NO_ANSWER_TIMES), StreamFinder()
     for path in source.paths:
         for number, text in source.lines(path):
             try:

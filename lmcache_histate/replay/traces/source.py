@@ -115,7 +115,7 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
             raise TraceError(f"{path}: there is no such file or folder")
     if not files:
         raise TraceError("no trace was named: give a file, a folder, or a built-in workload such as builtin:agents")
-    return files
+    return list(dict.fromkeys(files))
 
 
 def first_lines(path: Path, count: int, most: int) -> list[bytes]:

@@ -17,6 +17,7 @@ from lmcache_histate.replay.traces.text import TEXT_BLOCK_TOKENS, Numbers, Text,
 CACHE_GRAIN_TOKENS = 128
 """Providers round cached prefixes down by less than this (OpenAI: steps of 128)."""
 
+NOTE = "it has no hashes: a rewrite is inferred where the provider had cached less than before"
 INPUT_EVENTS = ("user_message", "tool_result")
 
 
@@ -52,7 +53,7 @@ def read_tracelab(source: Source, name: str, limit: int | None = None) -> TraceB
         TraceError: Too many bad lines.
     """
     decoder = msgspec.json.Decoder(_Round)
-    builder = TraceBuilder(name, TEXT_BLOCK_TOKENS)
+    builder = TraceBuilder(name, TEXT_BLOCK_TOKENS, NOTE)
     sessions: dict[str, _Session] = {}
     for path in source.paths:
         for number, line in source.lines(path):

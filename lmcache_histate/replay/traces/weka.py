@@ -19,6 +19,7 @@ from lmcache_histate.replay.traces.source import Count, Source, TraceError
 
 SESSION_GAP_S = 300.0
 """Sessions are recorded from 0 each; they are set this far apart."""
+NOTE = f"its sessions have no common clock: they are taken to start {SESSION_GAP_S:.0f} s apart"
 
 
 class _Entry(msgspec.Struct):
@@ -67,7 +68,7 @@ def read_weka(source: Source, name: str, limit: int | None = None) -> TraceBuild
                 source.bad_lines.skip(path, number, f"not a session: {error}")
                 continue
             if builder is None:
-                builder = TraceBuilder(name, session.block_size)
+                builder = TraceBuilder(name, session.block_size, NOTE)
             elif builder.block_tokens != session.block_size:
                 raise TraceError(
                     f"{path}, line {number}: block_size {session.block_size}, but {builder.block_tokens} in the files "
