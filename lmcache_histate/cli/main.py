@@ -9,6 +9,7 @@ import typer
 
 from lmcache_histate import __version__
 from lmcache_histate.cli.analyze_command import analyze_command
+from lmcache_histate.cli.calibrate_command import calibrate_command
 from lmcache_histate.cli.config_command import config_command
 from lmcache_histate.cli.demo import demo
 from lmcache_histate.cli.fsck_command import fsck_command
@@ -75,6 +76,12 @@ To compare two servers, send both the same trace with the same options under dif
   histate report lmcache.jsonl.gz histate.jsonl.gz
 """
 
+_CALIBRATE_EXAMPLES = """
+Examples:
+  histate calibrate --endpoint http://localhost:8000 -o h100.yaml
+  histate simulate traces/ --cost-model h100.yaml
+"""
+
 _REPORT_EXAMPLES = """
 Examples:
   histate report sweep                               a whole sweep: report/index.html
@@ -97,6 +104,7 @@ app.command("fsck", epilog=_verbatim(_FSCK_EXAMPLES))(fsck_command)
 app.command("demo")(demo)
 app.command("analyze", epilog=_verbatim(_ANALYZE_EXAMPLES))(analyze_command)
 app.command("replay", epilog=_verbatim(_REPLAY_EXAMPLES))(replay_command)
+app.command("calibrate", epilog=_verbatim(_CALIBRATE_EXAMPLES))(calibrate_command)
 app.command("report", epilog=_verbatim(_REPORT_EXAMPLES))(report_command)
 
 

@@ -60,7 +60,7 @@ def replay_command(
     token_ids: Annotated[
         str,
         typer.Option(help="Range of token ids in prompts; all must be in the model's vocabulary.", metavar="LOW-HIGH"),
-    ] = "100-500",
+    ] = "260-500",
     capacity: Annotated[
         str | None,
         typer.Option(
@@ -206,7 +206,7 @@ def _token_ids(text: str) -> tuple[int, int]:
     try:
         found = int(low), int(high)
     except ValueError:
-        fail(f"--token-ids: {text!r} is not a range such as 100-500")
+        fail(f"--token-ids: {text!r} is not a range such as 260-500")
     if found[0] < 0 or found[1] - found[0] < 15:
         fail(f"--token-ids: {text!r} has fewer than 16 ids, so different blocks would often look alike")
     return found

@@ -44,7 +44,7 @@ class EndpointSettings:
     scale: float = 1.0
     speedup: float = 1.0
     sessions: int = 8
-    token_ids: tuple[int, int] = (100, 500)
+    token_ids: tuple[int, int] = (260, 500)
     seed: int = 0
     capacities: dict[str, float] = field(default_factory=dict)
 
