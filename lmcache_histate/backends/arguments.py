@@ -16,6 +16,7 @@ import xxhash
 from lmcache_histate.config import Config
 from lmcache_histate.config.remote import remote_adapter
 from lmcache_histate.config.values import strip_credentials
+from lmcache_histate.state_store.directory.url import parse_directory_url
 
 CONNECTOR_NAME = "HiStateConnector"
 CONNECTOR_MODULE = "lmcache_histate.connector.histate_connector"
@@ -29,7 +30,6 @@ CLIENT_SETTINGS = (
     "autostart",
     "autostart_timeout",
     "allow_untested_versions",
-    "directory",
 )
 """Settings of the ``histate:`` section that only the connector reads."""
 
@@ -121,7 +121,7 @@ def server_module_spec(config: Config, chunk_size: int) -> dict[str, Any]:
     if config.remote_url is not None:
         settings["remote_url"] = strip_credentials(config.remote_url)
     if config.histate.directory is not None:
-        settings["histate"]["directory"] = strip_credentials(config.histate.directory)
+        settings["histate"]["directory"] = _public_directory(config.histate.directory)
     return {"module_path": SERVER_MODULE, "factory_name": SERVER_FACTORY, "config": settings}
 
 
@@ -150,9 +150,16 @@ def server_environment(config: Config) -> dict[str, str]:
         if password:
             environment["LMCACHE_RESP_PASSWORD"] = password
     directory = config.histate.directory
-    if directory is not None and strip_credentials(directory) != directory:
+    if directory is not None and _public_directory(directory) != directory:
         environment["HISTATE_DIRECTORY"] = directory
     return environment
+
+
+def _public_directory(directory: str) -> str:
+    """``histate.directory`` as it may be shown: itself, or only where the server is when it holds a user or password."""
+    address = parse_directory_url(directory)
+    secret = address.username or address.password or any(name.startswith("sentinel_") for name in address.options)
+    return str(address) if secret else directory
 
 
 def forget_secrets(environ: MutableMapping[str, str]) -> None:

@@ -105,7 +105,17 @@ class AllocationFailed:
     """CPU memory had no room for a store or for what was read back."""
 
 
-StoreEvent = ObjectsChanged | Looked | Touched | Chained | SnapshotsReplaced | MoveEnded | AllocationFailed
+@dataclass(frozen=True)
+class ModelAppeared:
+    """A model's workers are there, before its first request."""
+
+    model_name: str
+    world_size: int
+
+
+StoreEvent = (
+    ModelAppeared | ObjectsChanged | Looked | Touched | Chained | SnapshotsReplaced | MoveEnded | AllocationFailed
+)
 
 
 class EventQueue:
@@ -138,16 +148,10 @@ class EventQueue:
 
 
 class CpuListener(L1ManagerListener):
-    """What enters and leaves CPU memory (LMCache's L1).
+    """What enters and leaves CPU memory (LMCache's L1)."""
 
-    Args:
-        queue: Receives the events.
-        touches: Whether it also wants to know what LMCache touches.
-    """
-
-    def __init__(self, queue: EventQueue, touches: bool = False) -> None:
+    def __init__(self, queue: EventQueue) -> None:
         self._queue = queue
-        self._touches = touches
 
     def on_l1_keys_write_finished(self, keys: list[ObjectKey]) -> None:
         """vLLM stored objects."""
@@ -173,7 +177,7 @@ class CpuListener(L1ManagerListener):
 
     def on_l1_keys_accessed(self, keys: list[ObjectKey]) -> None:
         """A request ended, or hit something; says nothing of what was used: a finished request touches all its keys."""
-        if self._touches and keys:
+        if keys:
             self._queue.put(Touched(keys, time.monotonic()))
 
 

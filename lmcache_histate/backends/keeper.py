@@ -25,12 +25,14 @@ from lmcache_histate.backends.events import (
     Change,
     EventQueue,
     Looked,
+    ModelAppeared,
     MoveEnded,
     ObjectsChanged,
     SnapshotsReplaced,
     StoreEvent,
     Touched,
 )
+from lmcache_histate.backends.fleet import Fleet
 from lmcache_histate.backends.historical import HistoricalSnapshots
 from lmcache_histate.backends.layout import Layouts, ModelLayout, Namespace, namespace_of
 from lmcache_histate.backends.mover import Mover
@@ -68,6 +70,7 @@ class Keeper:
         queue: What happened, written by LMCache's threads.
         disk: The disk tier, or None.
         chunk_tokens: Tokens of one chunk.
+        fleet: Makes what talks to the directory, from ``policy``, ``copies`` and ``restore_copy`` (see `Fleet`).
         offers: Makes what copies things to remote tiers, or None.
     """
 
@@ -79,6 +82,7 @@ class Keeper:
         queue: EventQueue,
         disk: HiStateDiskAdapter | None,
         chunk_tokens: int,
+        fleet: Callable[..., Fleet],
         offers: Callable[[CachePolicy], RemoteOffers] | None = None,
     ) -> None:
         settings = config.histate
@@ -128,6 +132,11 @@ class Keeper:
         self._quotas.configure(settings.quotas)
         self._remote = RemoteCopies(self.policy)
         self._offers = offers(self.policy) if offers is not None else None
+        self._fleet = fleet(
+            policy=self.policy,
+            copies=self._remote,
+            restore_copy=self._offers.shared if self._offers is not None else None,
+        )
         self._registered: dict[Namespace, CoreNamespace] = {}
         self._facts: dict[tuple[str, int], PlacementFacts] = {}
         self._counts = dict.fromkeys(("lookups", "hits", "dropped_snapshots", "errors"), 0)
@@ -154,7 +163,10 @@ class Keeper:
         if facts is not None:
             return facts
         layout = self._layouts.find(model_name, world_size)
-        return PlacementFacts() if layout is None else self._describe(layout, time.monotonic())
+        if layout is None:
+            return PlacementFacts()
+        self._queue.put(ModelAppeared(model_name, world_size))
+        return self._describe(layout, time.monotonic())
 
     def status(self) -> dict[str, Any]:
         """Counters and sizes for ``/status``. O(1)."""
@@ -164,6 +176,7 @@ class Keeper:
             **self._room.counts,
             **(self._historical.counts if self._historical is not None else {"demoted_snapshots": 0}),
             **(self._offers.counts if self._offers is not None else {}),
+            **self._fleet.counts,
             "healthy": self._thread.is_alive(),
             "queued_events": len(self._queue),
             **(self._mover.counts if self._mover is not None else {}),
@@ -174,11 +187,6 @@ class Keeper:
             "chunks_known": len(self.policy.tree),
             "tau_seconds": self.policy.tau,
         }
-
-    @property
-    def wants_touches(self) -> bool:
-        """Whether it is of use to report what LMCache touches."""
-        return self._offers is not None
 
     def make_room_for(self, nbytes: int) -> None:
         """Called on LMCache's prefetch thread, before it reserves memory for a load from below.
@@ -237,6 +245,8 @@ class Keeper:
             self._room.make_room(now, urgent=any(isinstance(event, AllocationFailed) for event in events))
             if self._offers is not None:
                 self._offers.send(now)
+            if self._fleet.round(now):
+                self._queue.wake()
             for model in self._facts:
                 layout = self._layouts.find(*model)
                 if layout is not None:
@@ -255,6 +265,8 @@ class Keeper:
     def _apply(self, event: StoreEvent) -> None:
         if isinstance(event, ObjectsChanged):
             self._objects_changed(event)
+        elif isinstance(event, ModelAppeared):
+            self._register(Namespace(event.model_name, event.world_size, ""))
         elif isinstance(event, Looked):
             self._looked(event)
         elif isinstance(event, Chained):
@@ -275,6 +287,7 @@ class Keeper:
             geometry = layout.geometry(self._chunk_tokens)
             self._registered[namespace] = self.policy.add_namespace(namespace.name, geometry)
             self._quotas.registered(namespace)
+            self._fleet.joined(namespace, layout, self._chunk_tokens)
             model = namespace.model_name, namespace.world_size
             self._facts.setdefault(model, self._describe(layout, time.monotonic()))
         return layout
@@ -283,6 +296,7 @@ class Keeper:
         for link in links:
             if self._register(link.namespace) is not None:
                 self.policy.link(link.namespace.name, link.parent, link.hashes, now)
+                self._fleet.changed(link.namespace, link.hashes)
 
     def _objects_changed(self, event: ObjectsChanged) -> None:
         families: dict[Namespace, list[ObjectKey]] = {}
@@ -301,6 +315,15 @@ class Keeper:
                 self._stored(namespace, layout, keys, objects, event)
             else:
                 self.policy.removed(namespace.name, objects, event.time)
+            self._tell_fleet(event, namespace, {key.chunk_hash for key in keys})
+
+    def _tell_fleet(self, event: ObjectsChanged, namespace: Namespace, chunk_hashes: set[bytes]) -> None:
+        if event.tier is not Tier.REMOTE:
+            self._fleet.changed(namespace, chunk_hashes)
+        elif event.change is Change.STORED:
+            self._fleet.came_to_shared_tier(namespace, chunk_hashes)
+        else:
+            self._fleet.left_shared_tier(namespace, chunk_hashes)
 
     def _stored(
         self,
@@ -342,17 +365,18 @@ class Keeper:
             layout = self._register(namespace)
             if layout is not None:
                 self.policy.removed(namespace.name, layout.objects_of(key, Tier.CPU), now)
+                self._fleet.changed(namespace, [key.chunk_hash])
 
     def _touched(self, event: Touched) -> None:
         """A request ended (or hit CPU memory: what it hit was an end, too, or is no news)."""
-        if self._offers is None:
-            return
         chunks: dict[Namespace, dict[bytes, None]] = {}
         for key in event.keys:
             chunks.setdefault(namespace_of(key), {})[key.chunk_hash] = None
         for namespace, hashes in chunks.items():
             if self._register(namespace) is not None:
-                self._offers.turn_ended(namespace, list(hashes), event.time)
+                self._fleet.turn_ended(namespace, list(hashes), event.time)
+                if self._offers is not None:
+                    self._offers.turn_ended(namespace, list(hashes), event.time)
 
     def _looked(self, event: Looked) -> None:
         namespace = Namespace(event.model_name, event.world_size, event.cache_salt)
@@ -364,6 +388,7 @@ class Keeper:
         self.policy.lookup(namespace.name, event.chunk_hashes, event.time)
         if event.remote is not None:
             self._remote.found(namespace, layout, event.remote, event.time)
+        self._fleet.looked(namespace, event.chunk_hashes, event.remote is not None, event.time)
         inside = self._goes_on(namespace, event)
         self._segments.looked_up((len(event.chunk_hashes) - event.hit_chunks) * self._chunk_tokens, inside)
         if inside and self._offers is not None:
@@ -372,6 +397,7 @@ class Keeper:
                 self._offers.shared(namespace, event.chunk_hashes[reached - 1], event.time)
         if event.kv_chunks:
             self._counts["hits"] += event.hit_chunks > 0
+            self._fleet.hit(namespace, event.chunk_hashes, event.kv_chunks)
             self.policy.hit(
                 namespace.name,
                 event.chunk_hashes,

@@ -16,7 +16,9 @@ from lmcache.v1.multiprocess.token_hasher import TokenHasher
 from lmcache_histate import __version__
 from lmcache_histate.backends import compat
 from lmcache_histate.backends.arguments import forget_secrets, settings_digest
+from lmcache_histate.backends.directory_setup import make_writer, shared_tier_of
 from lmcache_histate.backends.events import BusSubscriber, CpuListener, EventQueue, LowerTierListener
+from lmcache_histate.backends.fleet import Fleet
 from lmcache_histate.backends.keeper import Keeper
 from lmcache_histate.backends.layout import Layouts, Namespace, namespace_of
 from lmcache_histate.backends.offers import RemoteOffers
@@ -89,6 +91,8 @@ class HiStateServerModule:
             # What is only passing through CPU memory is gone by the end of a turn.
             everything_to_remote=offer == "all" or (offer != "none" and not config.local_cpu),
         )
+        self._directory_writer = make_writer(config)
+        shared_tier = shared_tier_of(config) if config.histate.directory is not None else ""
         self._keeper = Keeper(
             config,
             parts,
@@ -96,6 +100,7 @@ class HiStateServerModule:
             self._queue,
             disk[1] if disk else None,
             context.chunk_size,
+            partial(Fleet, writer=self._directory_writer, shared_tier=shared_tier),
             partial(
                 RemoteOffers,
                 parts=parts,
@@ -113,7 +118,7 @@ class HiStateServerModule:
                 self._queue.put, self._keeper.make_room_for, self._kind_of, config.local_cpu, disk_index
             ),
         )
-        parts.l1_manager.register_listener(CpuListener(self._queue, touches=self._keeper.wants_touches))
+        parts.l1_manager.register_listener(CpuListener(self._queue))
         for descriptor, adapter in adapters:
             compat.split_batches_by_size(adapter)
             tier = Tier.DISK if descriptor.index == disk_index else Tier.REMOTE
@@ -124,6 +129,8 @@ class HiStateServerModule:
                 register_gauge(
                     "histate", f"histate.{name}", f"HiState: {name.replace('_', ' ')}.", partial(self._figure, name)
                 )
+        self._directory_writer.register_metrics()
+        self._directory_writer.start()
         self._keeper.start()
         logger.info(
             "HiState %s: interval %s, eviction %s, disk %s",
@@ -140,14 +147,16 @@ class HiStateServerModule:
 
     def report_status(self) -> dict[str, Any]:
         """What LMCache's ``/status`` shows of this module."""
-        return {"histate": {"version": __version__, **self._keeper.status()}}
+        status = {**self._keeper.status(), **self._directory_writer.status()}
+        return {"histate": {"version": __version__, "instance": self._directory_writer.instance, **status}}
 
     def _figure(self, name: str) -> float:
         return float(self._keeper.status()[name])
 
     def close(self) -> None:
-        """Stop the controller's thread."""
+        """Stop the controller's thread and give up the lease in the directory."""
         self._keeper.stop()
+        self._directory_writer.close()
 
     def _kind_of(self, key: Any) -> Kind | None:
         layout = self._layouts.of(namespace_of(key))

@@ -13,6 +13,10 @@ from pydantic_core import PydanticCustomError
 
 from lmcache_histate.config import values
 from lmcache_histate.config.remote import credentials, remote_adapter
+from lmcache_histate.state_store.directory.url import parse_directory_url
+
+MIN_LEASE = 2.0
+"""Shortest lease of an instance, in seconds."""
 
 Flag = Annotated[bool, BeforeValidator(values.parse_flag)]
 
@@ -62,11 +66,36 @@ def _fraction(value: object) -> float:
 def _directory(value: object) -> object:
     if value is None:
         return None
-    parts = values.split_url(value, ("redis", "rediss"), "redis://meta:6379/0")
-    if (parts.path.strip("/") and not parts.path.strip("/").isdigit()) or parts.fragment:
-        raise ValueError("after the port only a database number can follow, for example redis://meta:6379/0.")
-    assert isinstance(value, str)  # split_url has checked it
+    parse_directory_url(value)
+    assert isinstance(value, str)  # parse_directory_url has checked it
     return value.strip()
+
+
+def _lease(value: object) -> float:
+    lease = _positive_seconds(value, "Write a number of seconds, for example 30.")
+    if lease < MIN_LEASE:
+        raise ValueError(
+            f"{value!r} is too short: news need time to travel. Write {MIN_LEASE} or more, for example 30."
+        )
+    return lease
+
+
+def _instance(value: object) -> object:
+    if value is None:
+        return None
+    name = str(value).strip() if isinstance(value, str | int) and not isinstance(value, bool) else ""
+    if not 0 < len(name.encode()) <= 200 or not name.isprintable():
+        raise ValueError(
+            f"{value!r} is no name for an instance. Write 1 to 200 printable characters, for example gpu-7."
+        )
+    return name
+
+
+def _instance_address(value: object) -> str:
+    text = value.strip() if isinstance(value, str) else ""
+    if value and (not text or len(text.encode()) > 200 or not text.isprintable() or " " in text):
+        raise ValueError(f"{value!r} is no address. Write what your router understands, for example http://gpu-7:8000.")
+    return text
 
 
 def _remote_url(value: object) -> object:
@@ -167,8 +196,23 @@ class HiStateSettings(_Settings):
     )
     directory: Annotated[str | None, BeforeValidator(_directory)] = Field(
         default=None,
-        description="redis:// or rediss:// URL of the directory in which several instances are to tell each other what "
-        "they hold. Reserved: it is checked, and has no effect in this version.",
+        description="Redis or Valkey server in which several instances tell each other what they hold: redis://, rediss:// "
+        "(TLS), redis+sentinel:// or redis+cluster://. none: this instance alone. See docs/directory.md.",
+    )
+    directory_lease: Annotated[float, BeforeValidator(_lease)] = Field(
+        default=30.0,
+        description="Seconds without news after which the others count an instance, and all that it held, as gone. The "
+        "same for all instances.",
+    )
+    instance: Annotated[str | None, BeforeValidator(_instance)] = Field(
+        default=None,
+        description="Name of this instance in the directory, unique among them and the same after a restart. none: host "
+        "name and port of server_url.",
+    )
+    instance_address: Annotated[str, BeforeValidator(_instance_address)] = Field(
+        default="",
+        description="Where a router reaches the vLLM of this instance, for example http://gpu-7:8000: passed on by "
+        "`histate locate`, not used otherwise.",
     )
     cpu_high_watermark: Annotated[float, BeforeValidator(_fraction)] = Field(
         default=0.9, description="Fraction of max_local_cpu_size in use above which eviction begins, 0 to 1."

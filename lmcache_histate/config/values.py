@@ -200,9 +200,10 @@ def split_url(value: object, schemes: tuple[str, ...], example: str) -> SplitRes
 
 
 def hide_password(url: str) -> str:
-    """`url` with the password, if there is one, replaced by ``***``."""
+    """`url` with the passwords in it replaced by ``***``."""
     # A regular expression, not urlsplit: this also serves the messages about URLs that urlsplit refuses.
-    return re.sub(r"(://[^/@\s:]*:)[^/\s]+@", r"\1***@", url)
+    url = re.sub(r"(://[^/@\s:]*:)[^/\s]+@", r"\1***@", url)
+    return re.sub(r"([?&]\w*password=)[^&\s]+", r"\1***", url)
 
 
 def strip_credentials(url: str) -> str:
