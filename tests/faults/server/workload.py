@@ -38,7 +38,8 @@ class Workload:
         name, fork = f"s{session}", None
         length = rng.randint(1, MAX_CHUNKS)
         if rng.random() < FORK:
-            name, fork = f"{name}-{rng.randrange(4)}", (name, rng.randint(1, length))
+            branch = rng.randrange(4)
+            name, fork = f"{name}-{branch}", (name, 2 + 5 * branch)
         path = chunk_hashes(name, length, fork)
         if rng.random() < REWIND:
             path = path[: rng.randint(1, length)]
