@@ -29,6 +29,8 @@ _MARK = "REPLAY_RUN_MARK"
 _SHARED_MEMORY = Path("/dev/shm")
 # What LMCache calls the segments that a CPU engine's cache moves to, and the one of a server's memory pool.
 _SHARED_MEMORY_PATTERNS = ("lmcache_kv_{pid}_*", "lmcache_l1_pool_{pid}")
+# The segments that one engine's worker processes exchange tensors through; no pid is in their names.
+_WORKERS_SEGMENTS = str(_SHARED_MEMORY / "vllm_dist_")
 
 
 class StartError(RuntimeError):
@@ -125,6 +127,7 @@ class ProcessScope:
     _mark: str = field(default_factory=lambda: uuid.uuid4().hex, init=False)
     _started: list[subprocess.Popen[bytes]] = field(default_factory=list, init=False)
     _seen: set[int] = field(default_factory=set, init=False)
+    _mapped: set[Path] = field(default_factory=set, init=False)
     _open: list[IO[bytes]] = field(default_factory=list, init=False)
 
     def __enter__(self) -> ProcessScope:
@@ -160,6 +163,8 @@ class ProcessScope:
         log.parent.mkdir(parents=True, exist_ok=True)
         variables = dict(child_environment() if environment is None else environment)
         variables[_MARK] = self._mark
+        # vLLM names its worker processes, and the library it does that with would write over the mark.
+        variables["SPT_NOENV"] = "1"
         with log.open("ab") as sink:
             process = subprocess.Popen(
                 list(argv),
@@ -183,6 +188,7 @@ class ProcessScope:
                 with contextlib.suppress(OSError):
                     if wanted in (entry / "environ").read_bytes().split(b"\0"):
                         found.add(int(entry.name))
+                        self._mapped |= _workers_segments(entry)
         self._seen |= found
         return found
 
@@ -222,11 +228,23 @@ class ProcessScope:
 
     def _unlink_shared_memory(self) -> None:
         """Remove the segments of processes of ours that are gone; a killed engine cannot unlink them itself."""
-        gone = self._seen - self._alive()
-        for pid in gone:
+        alive = self._alive()
+        for pid in self._seen - alive:
             for pattern in _SHARED_MEMORY_PATTERNS:
                 for segment in _SHARED_MEMORY.glob(pattern.format(pid=pid)):
                     segment.unlink(missing_ok=True)
+        in_use = {segment for pid in alive for segment in _workers_segments(Path(f"/proc/{pid}"))}
+        for segment in self._mapped - in_use:
+            segment.unlink(missing_ok=True)
+
+
+def _workers_segments(process: Path) -> set[Path]:
+    """Segments of vLLM's worker processes that the process with this folder in /proc has mapped."""
+    try:
+        lines = (process / "maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return set()
+    return {Path(line[line.index(_WORKERS_SEGMENTS) :]) for line in lines if _WORKERS_SEGMENTS in line}
 
 
 @contextlib.contextmanager

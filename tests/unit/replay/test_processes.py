@@ -91,6 +91,35 @@ def test_shared_memory_of_ended_processes_goes_and_that_of_others_stays(tmp_path
         stranger.unlink()
 
 
+def test_a_process_that_renames_itself_is_still_found(tmp_path):
+    pytest.importorskip("setproctitle")
+    program = "import setproctitle, time; setproctitle.setproctitle('worker ' * 200); time.sleep(60)"
+    with ProcessScope(grace_s=0.3) as scope:
+        process = scope.start([sys.executable, "-c", program], tmp_path / "log")
+        wait_for(lambda: Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"worker"))
+        assert process.pid in scope.pids()
+
+
+def test_segments_that_workers_share_go_with_the_last_of_them(tmp_path):
+    name = f"vllm_dist_{os.urandom(8).hex()}-tp:0-[0-1]-cpushm_0"
+    (SHARED_MEMORY / name).write_bytes(bytes(4096))
+    ready = tmp_path / "ready"
+    program = (
+        "import mmap, pathlib, sys, time\n"
+        f"file = open('/dev/shm/{name}', 'r+b'); memory = mmap.mmap(file.fileno(), 0)\n"
+        "pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+    )
+    with ProcessScope(grace_s=0.3) as scope:
+        first, second = (
+            scope.start([sys.executable, "-c", program, f"{ready}{number}"], tmp_path / "log") for number in range(2)
+        )
+        wait_for(lambda: Path(f"{ready}0").exists() and Path(f"{ready}1").exists())
+        scope.stop(first)
+        assert (SHARED_MEMORY / name).exists()
+        scope.stop(second)
+        assert not (SHARED_MEMORY / name).exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_unwinds_the_scope(tmp_path, number):
     program = f"""
