@@ -81,7 +81,8 @@ class HiStateConnector(CpuHybridConnector):
             # A cache that dies must cost time, not requests: vLLM's default fails a request whose load fails. The
             # scheduler reads this right after it has built the connector.
             vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
-            if role == KVConnectorRole.SCHEDULER and config.starts_server:
+            # LMCache starts the server in the worker of rank 0, which vLLM builds before the scheduler.
+            if config.starts_server and role == KVConnectorRole.WORKER and vllm_config.parallel_config.rank == 0:
                 check_machine(config)
                 # Passwords reach a server that LMCache starts through the environment, not its command line.
                 os.environ.update(server_environment(config))
