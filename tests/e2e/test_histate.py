@@ -5,109 +5,21 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import harness
 import pytest
-import yaml
+from harness import LOGPROBS, STOCK, Cache, eventually, generate
 
-from lmcache_histate.replay.engine import Completion, EngineProcess, EngineSettings
+from lmcache_histate.replay.engine import EngineSettings
 from lmcache_histate.replay.outcome import LOGPROB_TOLERANCE, output_difference
-from lmcache_histate.replay.processes import ProcessScope, StartError, free_ports, http_json, wait_until_healthy
+from lmcache_histate.replay.processes import ProcessScope, StartError, free_ports, wait_until_healthy
 from lmcache_histate.replay.tiny_model import BLOCK_TOKENS
 
 pytestmark = pytest.mark.engine
-
-STOCK = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}
-"""What an existing deployment has; LMCACHE_CONFIG alone makes it HiState."""
-
-LOGPROBS = 5
-"""Most likely tokens compared at each position."""
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
-    """Wait for what the server does on its own."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return condition()
-
-
-class Cache:
-    """One HiState configuration: its file, its server's HTTP port."""
-
-    def __init__(self, folder: Path, **histate: Any) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self.port, self.http_port = free_ports(2)
-        self.file = folder / "cache.yaml"
-        self.file.write_text(
-            yaml.safe_dump(
-                {
-                    "max_local_cpu_size": "1GiB",
-                    "local_disk": str(folder / "disk"),
-                    "max_local_disk_size": "1GiB",
-                    "server_url": f"tcp://localhost:{self.port}",
-                    "http_port": self.http_port,
-                    "histate": histate,
-                }
-            )
-        )
-
-    def engine(self, settings: EngineSettings) -> EngineSettings:
-        """An engine that names stock LMCache's connector and gets HiState by environment alone."""
-        return replace(
-            settings, kv_transfer=STOCK, environment={**settings.environment, "LMCACHE_CONFIG": str(self.file)}
-        )
-
-    def status(self) -> dict[str, Any]:
-        """HiState's part of the server's status."""
-        return find_histate(http_json(f"http://localhost:{self.http_port}/status"))
-
-    def clear(self) -> None:
-        """Empty every tier."""
-        http_json(f"http://localhost:{self.http_port}/cache/clear", body={})
-
-
-def find_histate(value: Any) -> dict[str, Any]:
-    """The ``histate`` object anywhere in LMCache's nested status."""
-    if isinstance(value, dict):
-        if isinstance(value.get("histate"), dict):
-            return value["histate"]
-        value = list(value.values())
-    for item in value if isinstance(value, list) else []:
-        if found := find_histate(item):
-            return found
-    return {}
-
-
-def generate(engine: EngineProcess, prompt: list[int], count: int = 8) -> Completion:
-    """One request alone; vLLM's own prefix cache is emptied first, so that hits are the connector's."""
-    assert eventually(engine.reset_prefix_cache, 10.0)
-    return engine.generate([prompt], count, logprobs=LOGPROBS)[0]
-
-
-@pytest.fixture(scope="module")
-def reference(
-    engine_settings: EngineSettings, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[list[int], Completion], None]]:
-    """Judges outputs by a vLLM without any cache, in one engine run at the end of the module.
-
-    Steps end elsewhere there, so the log-probabilities must agree within what rounding explains (`LOGPROB_TOLERANCE`).
-    """
-    wanted: list[tuple[list[int], Completion]] = []
-    yield lambda prompt, completion: wanted.append((prompt, completion))
-    cold = replace(engine_settings, arguments={"enable_prefix_caching": False})
-    with harness.engine(tmp_path_factory.mktemp("reference"), cold) as engine:
-        right = [engine.generate([prompt], len(given.tokens), logprobs=LOGPROBS)[0] for prompt, given in wanted]
-    differences = [output_difference(given, other) for (_, given), other in zip(wanted, right, strict=True)]
-    assert max(differences) <= LOGPROB_TOLERANCE, [round(difference, 3) for difference in differences]
-
 
 INTERVAL = 256
 
