@@ -7,10 +7,12 @@ of the classes that it extends (the connector, the L2 adapter).
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi import FastAPI
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.native_connector_l2_adapter import NativeConnectorL2Adapter
@@ -23,6 +25,7 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache_histate.backends.native_batches import OneSizeBatches
 
 TESTED = "0.5.6"
+HTTP_SERVER = "lmcache.v1.multiprocess.http_server"
 
 
 class CompatError(RuntimeError):
@@ -113,6 +116,19 @@ class StorageParts:
             return True
         observed = self.store_controller.get_inflight_stores_observations()
         return any(count and attributes["adapter_index"] in adapters for count, attributes in observed)
+
+
+def http_app() -> FastAPI | None:
+    """LMCache's HTTP application in this process, or None where its server runs without one.
+
+    LMCache's autostart runs the module as a program, ``lmcache server`` imports it.
+    """
+    for name in ("__main__", HTTP_SERVER):
+        module = sys.modules.get(name)
+        app = getattr(module, "app", None)
+        if getattr(getattr(module, "__spec__", None), "name", None) == HTTP_SERVER and isinstance(app, FastAPI):
+            return app
+    return None
 
 
 def split_batches_by_size(adapter: L2AdapterInterface) -> None:

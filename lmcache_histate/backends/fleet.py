@@ -89,6 +89,8 @@ class Fleet:
         # Without a shared tier, what remote tiers hold is this instance's own like all the rest.
         self._own_tiers = tuple(tier for tier in Tier if tier is not Tier.REMOTE or not shared_tier)
         self._namespaces: dict[str, Namespace] = {}
+        self.facts: dict[str, NamespaceFacts] = {}
+        """Namespaces that this server takes part in; replaced whole, so that any thread may read it."""
         self._to_say: dict[tuple[str, bytes], SharedNews] = {}
         self._unplaced: OrderedDict[tuple[str, bytes], None] = OrderedDict()
         self._claimed: dict[tuple[str, bytes], tuple[int, float]] = {}
@@ -111,7 +113,9 @@ class Fleet:
         """A namespace is known to the core from now on. O(1)."""
         self._namespaces[namespace.name] = namespace
         kv, snapshot = layout.bytes_of(Kind.KV), layout.bytes_of(Kind.SNAPSHOT)
-        self._writer.join(namespace.name, NamespaceFacts(chunk_tokens, kv, snapshot))
+        facts = NamespaceFacts(chunk_tokens, kv, snapshot)
+        self.facts = {**self.facts, namespace.name: facts}
+        self._writer.join(namespace.name, facts)
 
     def changed(self, namespace: Namespace, chunk_hashes: Iterable[bytes]) -> None:
         """Objects of these chunks came or went, or their place became known. O(chunks)."""

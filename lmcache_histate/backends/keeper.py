@@ -46,6 +46,7 @@ from lmcache_histate.geometry import GIB
 from lmcache_histate.protocol import PlacementFacts
 from lmcache_histate.scorer.policy import CachePolicy
 from lmcache_histate.scorer.settings import PolicySettings
+from lmcache_histate.state_store.directory.protocol import NamespaceFacts
 from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
 from lmcache_histate.state_store.tree import NO_NODE
 from lmcache_histate.state_store.tree import Namespace as CoreNamespace
@@ -187,6 +188,10 @@ class Keeper:
             "chunks_known": len(self.policy.tree),
             "tau_seconds": self.policy.tau,
         }
+
+    def served(self) -> dict[str, NamespaceFacts]:
+        """What the directory knows of the namespaces that this server serves, by their names. O(1)."""
+        return self._fleet.facts
 
     def make_room_for(self, nbytes: int) -> None:
         """Called on LMCache's prefetch thread, before it reserves memory for a load from below.

@@ -19,6 +19,7 @@ from lmcache_histate.backends.arguments import forget_secrets, settings_digest
 from lmcache_histate.backends.directory_setup import make_writer, shared_tier_of
 from lmcache_histate.backends.events import BusSubscriber, CpuListener, EventQueue, LowerTierListener
 from lmcache_histate.backends.fleet import Fleet
+from lmcache_histate.backends.http_api import add_routes
 from lmcache_histate.backends.keeper import Keeper
 from lmcache_histate.backends.layout import Layouts, Namespace, namespace_of
 from lmcache_histate.backends.offers import RemoteOffers
@@ -129,6 +130,9 @@ class HiStateServerModule:
                 register_gauge(
                     "histate", f"histate.{name}", f"HiState: {name.replace('_', ' ')}.", partial(self._figure, name)
                 )
+        app = compat.http_app()
+        if app is not None:
+            add_routes(app, self._directory_writer.directory, self._keeper.served)
         self._directory_writer.register_metrics()
         self._directory_writer.start()
         self._keeper.start()

@@ -13,6 +13,7 @@ from lmcache_histate.cli.calibrate_command import calibrate_command
 from lmcache_histate.cli.config_command import config_command
 from lmcache_histate.cli.demo import demo
 from lmcache_histate.cli.fsck_command import fsck_command
+from lmcache_histate.cli.locate_command import locate_command
 from lmcache_histate.cli.replay_command import replay_command
 from lmcache_histate.cli.report_command import report_command
 from lmcache_histate.cli.server_command import server_command
@@ -30,6 +31,8 @@ Examples:
   histate config                         what that means, and where each value came from
   histate server -c cache.yaml --chunk-size 528
                                          a standalone server for several vLLM instances
+  histate locate --model NAME prompt.json
+                                         which instance can restore how much of a prompt
   histate fsck /mnt/nvme/histate         check the disk tier
   histate demo                           HiState against stock LMCache on this machine, without a GPU
 """
@@ -89,6 +92,16 @@ Examples:
   histate report runs --policies histate,cpu-disk,marconi
 """
 
+_LOCATE_EXAMPLES = """
+Examples:
+  histate locate -c cache.yaml --model Qwen/Qwen3.5-9B prompt.json
+  curl -s localhost:8000/tokenize -H 'content-type: application/json' -d '{"prompt": "..."}' \\
+    | histate locate --directory redis://meta:6379/0 --model Qwen/Qwen3.5-9B --json
+
+A server answers the same from its own view: POST /histate/locate on its HTTP port, with a JSON object of model and
+token_ids (or chunk_hashes), and cache_salt and world_size where needed.
+"""
+
 app = typer.Typer(
     name="histate",
     help="HiState: a prefix cache for hybrid models, for vLLM deployments that use LMCache.",
@@ -100,6 +113,7 @@ app = typer.Typer(
 )
 app.command("config", epilog=_verbatim(_CONFIG_EXAMPLES + "\n" + settings_help()))(config_command)
 app.command("server", epilog=_verbatim(_SERVER_EXAMPLES))(server_command)
+app.command("locate", epilog=_verbatim(_LOCATE_EXAMPLES))(locate_command)
 app.command("fsck", epilog=_verbatim(_FSCK_EXAMPLES))(fsck_command)
 app.command("demo")(demo)
 app.command("analyze", epilog=_verbatim(_ANALYZE_EXAMPLES))(analyze_command)
