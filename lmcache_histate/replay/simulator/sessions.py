@@ -8,6 +8,10 @@ from collections.abc import Callable
 
 from lmcache_histate.replay.simulator.prompts import PreparedTrace, Prompt
 
+START_GAP_S = 10.0
+"""Seconds between the starts of the first sessions: enough to prefill a long first prompt, so that the run does not begin
+with a queue that no service would see."""
+
 
 class Sessions:
     """The closed loop.
@@ -42,14 +46,17 @@ class Sessions:
         if seed:
             random.Random(seed).shuffle(order)
         self._waiting = deque(order)
-        for _ in range(min(at_once, len(order))):
-            self._start(0.0)
+        for number in range(min(at_once, len(order))):
+            self._start(number * START_GAP_S)
 
     def _start(self, now: float) -> None:
         if not self._waiting:
             return
-        for key in self._starts.get(self._waiting.popleft(), []):
-            self._send(self._trace.prompts[self._trace.first[key]], now + self._trace.streams[key].start_s)
+        streams = self._trace.streams
+        starting = self._starts.get(self._waiting.popleft(), [])
+        begin = min((streams[key].start_s for key in starting), default=0.0)
+        for key in starting:
+            self._send(self._trace.prompts[self._trace.first[key]], now + streams[key].start_s - begin)
 
     def answered(self, prompt: Prompt, now: float) -> None:
         """A request got its answer: its stream goes on, streams that waited for it start, or its session ends."""

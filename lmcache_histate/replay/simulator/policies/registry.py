@@ -90,6 +90,8 @@ POLICIES: dict[str, Policy] = {
     "fixed-8k": Policy("a snapshot every 8,192 tokens; CPU memory and disk, LRU", _grid(8192)),
     "every-32-blocks": Policy("a snapshot every 32 blocks; CPU memory and disk, LRU", _grid(blocks=32)),
     "histate": Policy("HiState with its default settings", _histate()),
+    "histate-tau-600": Policy("tau 600", _histate(tau=600.0)),
+    "histate-lru": Policy("HiState, evicting what was used longest ago", _histate(eviction="lru")),
     "unlimited": Policy(
         "bound: CPU memory without limit, a snapshot at every block, no step cut for it", _unlimited, online=False
     ),
