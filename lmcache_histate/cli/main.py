@@ -18,6 +18,7 @@ from lmcache_histate.cli.replay_command import replay_command
 from lmcache_histate.cli.report_command import report_command
 from lmcache_histate.cli.server_command import server_command
 from lmcache_histate.cli.settings_text import settings_help
+from lmcache_histate.cli.sweep_command import sweep_command
 
 
 def _verbatim(text: str) -> str:
@@ -85,6 +86,13 @@ Examples:
   histate simulate traces/ --cost-model h100.yaml
 """
 
+_SWEEP_EXAMPLES = """
+Examples:
+  histate sweep traces/                              all policies, 0.25 to 2 times the working set
+  histate sweep builtin:agents --policies histate,cpu-disk,vllm --capacities 0.5,1 --seeds 3
+  histate sweep traces/ --capacities 96GiB+150GiB    one machine
+"""
+
 _REPORT_EXAMPLES = """
 Examples:
   histate report sweep                               a whole sweep: report/index.html
@@ -119,6 +127,7 @@ app.command("demo")(demo)
 app.command("analyze", epilog=_verbatim(_ANALYZE_EXAMPLES))(analyze_command)
 app.command("replay", epilog=_verbatim(_REPLAY_EXAMPLES))(replay_command)
 app.command("calibrate", epilog=_verbatim(_CALIBRATE_EXAMPLES))(calibrate_command)
+app.command("sweep", epilog=_verbatim(_SWEEP_EXAMPLES))(sweep_command)
 app.command("report", epilog=_verbatim(_REPORT_EXAMPLES))(report_command)
 
 

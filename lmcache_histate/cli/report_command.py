@@ -95,14 +95,14 @@ def report_command(
 
 
 def result_files(paths: list[Path]) -> list[Path]:
-    """The result files that the paths name, folders searched through; hidden files are left out."""
+    """The result files that the paths name, folders searched through; hidden files and folders are left out."""
     found: dict[Path, None] = {}
     for path in paths:
         if path.is_dir():
             members = [
                 entry
                 for entry in sorted(path.rglob("*"))
-                if entry.name.endswith(SUFFIXES) and not entry.name.startswith(".")
+                if entry.name.endswith(SUFFIXES) and not any(part[0] == "." for part in entry.relative_to(path).parts)
             ]
             if not members:
                 fail(f"{path}: no result files (*.jsonl, *.jsonl.gz) in this folder")
