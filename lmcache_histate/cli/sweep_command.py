@@ -90,7 +90,10 @@ def sweep_command(
     workers: Annotated[
         int | None, typer.Option(help="Processes. Default: one a core.", min=1, show_default=False)
     ] = None,
-    list_policies: Annotated[bool, typer.Option("--list-policies", help="Show the policies and exit.")] = False,
+    list_policies: Annotated[
+        bool,
+        typer.Option("--list-policies", callback=_list_policies, is_eager=True, help="Show the policies and exit."),
+    ] = False,
 ) -> None:
     """Simulate every policy at every capacity with every seed.
 

@@ -92,8 +92,10 @@ def ttft_distributions(point: Point, shown: Sequence[Series], looks: Mapping[Ser
             tail.plot(times[slow], np.maximum(1 - ranks[slow] + 1 / len(times), 1 / len(times)), **line)
         body.set(ylim=(0, 1), ylabel="share of requests", title=f"{which} requests ({count:,})")
         tail.set(yscale="log", ylabel="share that waits at least as long", title="the slowest tenth")
-        tail.axhline(0.01, color="#999999", linewidth=0.8, linestyle=":")
-        tail.annotate("p99", (0.01, 0.01), xycoords=("axes fraction", "data"), va="bottom", color="#666666", fontsize=8)
+        if count >= 100:
+            tail.axhline(0.01, color="#999999", linewidth=0.8, linestyle=":")
+            note = {"xycoords": ("axes fraction", "data"), "va": "bottom", "color": "#666666", "fontsize": 8}
+            tail.annotate("p99", (0.01, 0.01), **note)
         for axis in (body, tail):
             _time_axis(axis)
     _legend(figure, axes[0][0], len(shown))
@@ -224,7 +226,9 @@ def occupancy(point: Point, shown: Sequence[Series]) -> Figure | None:
                 minutes, kv, snapshots, colors=(_KV_COLOUR, _SNAPSHOT_COLOUR), labels=("KV", "snapshots"), linewidth=0
             )
             capacity = run.facts.capacities.get(tier, math.inf) / GIB
-            if math.isfinite(capacity) and capacity > 0:
+            if not any(kv) and not any(snapshots):
+                axis.annotate("not used", (0.5, 0.5), xycoords="axes fraction", ha="center", color="#888888")
+            elif math.isfinite(capacity) and capacity > 0 and series.policy != UNLIMITED:
                 axis.axhline(capacity, color="#D55E00", linewidth=1, linestyle="--", label="capacity")
             axis.set_ylim(bottom=0)
             axis.margins(x=0)
@@ -316,7 +320,8 @@ def _time_axis(axis: Axes) -> None:
     axis.set_xscale("log")
     low, high = axis.get_xlim()
     decades = math.log10(high / low) if low > 0 else 1.0
-    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 3 else (1,), numticks=15))
+    steps = tuple(range(1, 10)) if decades < 0.7 else (1, 2, 5) if decades < 3 else (1,)
+    axis.xaxis.set_major_locator(LogLocator(subs=steps, numticks=15))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.xaxis.set_minor_formatter(NullFormatter())
     axis.set_xlabel("time to first token (s)")
