@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_histate.geometry import CacheGeometry
-from lmcache_histate.replay.bounds import GRIDS_TOKENS, Reuse, measure_reuse
+from lmcache_histate.replay.bounds import Reuse, measure_reuse
 from lmcache_histate.replay.traces.model import Trace, TraceRequest
+from lmcache_histate.replay.traces.numbering import NumberedBlocks, number_blocks
 from lmcache_histate.scorer.interval import choose_interval, grid
 
 Floats = npt.NDArray[np.float64]
@@ -162,9 +163,10 @@ def analyze(trace: Trace, geometry: CacheGeometry, on_progress: Callable[[int], 
         geometry: Of the model; its block is approximated by the trace's (`engine_trace`).
         on_progress: Called with requests done since the last call; every request is counted three times.
     """
-    fine = measure_reuse(trace, GRIDS_TOKENS, on_progress)
+    fine = measure_reuse(trace, on_progress=on_progress)
     engine = engine_trace(trace, geometry.block_tokens)
-    reuse = fine if engine is trace else measure_reuse(engine, GRIDS_TOKENS, on_progress)
+    blocks = number_blocks(engine)
+    reuse = measure_reuse(engine, blocks, on_progress=on_progress)
     distances, gaps = _walk_streams(engine)
     continued = distances[~np.isnan(distances)]
     requests = trace.requests
@@ -184,7 +186,7 @@ def analyze(trace: Trace, geometry: CacheGeometry, on_progress: Callable[[int], 
         bounds=reuse.bounds,
         trace_bounds=fine.bounds,
         hits=_hits(reuse, distances),
-        working_set=_working_set(engine, geometry, new, on_progress),
+        working_set=_working_set(engine, blocks, geometry, reuse, on_progress),
         distances=_bins(continued, DISTANCE_EDGES),
         rewind_tokens=Quantiles.of(continued[continued > 0]),
         gaps=_bins(gaps, GAP_EDGES),
@@ -247,25 +249,25 @@ def _bins(values: Sequence[float] | Floats, edges: Sequence[float]) -> list[Bin]
 
 def _working_set(
     trace: Trace,
+    blocks: NumberedBlocks,
     geometry: CacheGeometry,
-    new: npt.NDArray[np.int64],
+    reuse: Reuse,
     on_progress: Callable[[int], None] | None,
 ) -> WorkingSet:
     """Sweep over the requests: what lives from its first use to its last. O(blocks of all prompts)."""
     count, block = len(trace.requests), trace.block_tokens
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
+    first, last = np.zeros(blocks.count, np.int32), np.full(blocks.count, -1, np.int32)
     ends: dict[str, tuple[int, int]] = {}
-    for index, request in enumerate(trace.requests):
-        hashes = request.hashes.tolist()
-        for number in hashes:
-            first.setdefault(number, index)
-        last.update(dict.fromkeys(hashes, index))
+    for index, (request, prompt) in enumerate(zip(trace.requests, blocks.prompts, strict=True)):
+        first[prompt[reuse.kv[index] :]] = index
+        last[prompt] = index
         begun = ends.get(request.stream)
         ends[request.stream] = (index if begun is None else begun[0], index)
         if on_progress is not None:
             on_progress(1)
-    kv = _alive(np.fromiter(first.values(), np.int64), np.fromiter((last[number] for number in first), np.int64), count)
+    used = last >= 0
+    kv = _alive(first[used], last[used], count)
+    new = reuse.prompt_tokens - reuse.kv * block
     spans = np.array(list(ends.values()), np.int64).reshape(-1, 2)
     streams = _alive(spans[:, 0], spans[:, 1], count)
     interval = choose_interval(max(block, int(new.mean())), geometry.snapshot_tokens, block)
@@ -286,13 +288,13 @@ def _working_set(
         historical_snapshots=Quantiles.of(np.maximum(0.0, snapshots - streams) * size),
         live_streams=Quantiles.of(streams),
         interval_tokens=interval,
-        all_kv=geometry.kv_bytes(len(first) * block),
+        all_kv=geometry.kv_bytes(int(used.sum()) * block),
         all_snapshots=float(saved.sum()) * size,
     )
 
 
 def _alive(
-    starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], count: int, weights: npt.NDArray[np.int64] | None = None
+    starts: npt.NDArray[Any], ends: npt.NDArray[Any], count: int, weights: npt.NDArray[np.int64] | None = None
 ) -> Floats:
     """How many (or how much) of some spans are alive at each of `count` requests: from their start to before their end."""
     change = np.bincount(starts, weights, count + 1) - np.bincount(ends, weights, count + 1)

@@ -1,8 +1,7 @@
 """What a trace lets any cache hit: bounds without limits on memory, for each way to place snapshots.
 
-One pass in order of arrival, O(blocks that are new + log(blocks) + distance to the nearest snapshot) a request. Hashes
-of a prompt's blocks are known up to a point and unknown behind it, so that point is found by bisection. Answers have no
-hashes in a trace: what a prompt repeats of an answer counts as new.
+One pass in order of arrival, O(blocks) a request. Answers have no hashes in a trace: what a prompt repeats of an answer
+counts as new.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_histate.replay.traces.infer import known_blocks
 from lmcache_histate.replay.traces.model import Trace
+from lmcache_histate.replay.traces.numbering import NumberedBlocks, number_blocks
 
 GRIDS_TOKENS = (1024, 4096, 8192)
 """Intervals of fixed grids that are tried, in tokens."""
@@ -56,12 +55,16 @@ class Reuse:
 
 
 def measure_reuse(
-    trace: Trace, grids_tokens: Sequence[int] = GRIDS_TOKENS, on_progress: Callable[[int], None] | None = None
+    trace: Trace,
+    blocks: NumberedBlocks | None = None,
+    grids_tokens: Sequence[int] = GRIDS_TOKENS,
+    on_progress: Callable[[int], None] | None = None,
 ) -> Reuse:
     """Run through a trace with a cache that never evicts.
 
     Args:
         trace: Its blocks are the cache's blocks (`Trace.coarser` makes larger ones).
+        blocks: The trace's, if they are numbered already.
         grids_tokens: Intervals; each becomes a multiple of the block, at least one.
         on_progress: Called with the number of requests done since the last call.
     """
@@ -69,27 +72,27 @@ def measure_reuse(
     kv, ends, junctions = (np.zeros(count, np.int64) for _ in range(3))
     grid_blocks = {interval: max(1, round(interval / trace.block_tokens)) for interval in grids_tokens}
     grids = {interval: np.zeros(count, np.int64) for interval in grids_tokens}
-    known: set[int] = set()
-    at_ends: set[int] = set()
-    at_junctions: set[int] = set()
-    for index, request in enumerate(trace.requests):
-        hashes = request.hashes.tolist()
-        reached = known_blocks(hashes, known)
-        end = reached
-        while end and hashes[end - 1] not in at_ends:
-            end -= 1
-        junction = reached
-        while junction > end and hashes[junction - 1] not in at_junctions:
-            junction -= 1
+    blocks = blocks or number_blocks(trace)
+    known, at_ends, at_junctions = (np.zeros(blocks.count, np.bool_) for _ in range(3))
+    for index, prompt in enumerate(blocks.prompts):
+        unknown = ~known[prompt]
+        reached = int(unknown.argmax()) if unknown.any() else len(prompt)
+        end = _last(at_ends[prompt[:reached]])
+        junction = max(end, _last(at_junctions[prompt[:reached]]))
         kv[index], ends[index], junctions[index] = reached, end, junction
         for interval, step in grid_blocks.items():
             grids[interval][index] = max(reached - reached % step, end)
-        known.update(hashes[reached:])
-        if hashes:
-            at_ends.add(hashes[-1])
+        known[prompt[reached:]] = True
+        if len(prompt):
+            at_ends[prompt[-1]] = True
         if reached:
-            at_junctions.add(hashes[reached - 1])
+            at_junctions[prompt[reached - 1]] = True
         if on_progress is not None:
             on_progress(1)
     prompts = np.fromiter((request.prompt_tokens for request in trace.requests), np.int64, count)
     return Reuse(trace.block_tokens, prompts, kv, ends, junctions, grids)
+
+
+def _last(marks: npt.NDArray[np.bool_]) -> int:
+    """How many leading items there are up to and with the last one that is marked; 0 if none is."""
+    return len(marks) - int(marks[::-1].argmax()) if marks.any() else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -78,17 +78,15 @@ class Trace:
         """
         if blocks < 1:
             raise ValueError(f"blocks must be at least 1, got {blocks}")
-        requests = [
-            TraceRequest(
-                request.stream,
-                request.arrival_s,
-                request.think_s,
-                request.prompt_tokens,
-                request.output_tokens,
-                np.ascontiguousarray(request.hashes[blocks - 1 :: blocks]),
-            )
-            for request in self.requests
-        ]
+        # Prompts that extend each other are views of one array; so are they in the coarser trace.
+        arrays: dict[int, BlockHashes] = {}
+        requests = []
+        for request in self.requests:
+            array = shared_array(request.hashes)
+            if id(array) not in arrays:
+                arrays[id(array)] = np.ascontiguousarray(array[blocks - 1 :: blocks])
+            hashes = arrays[id(array)][: len(request.hashes) // blocks]
+            requests.append(replace(request, hashes=hashes))
         return Trace(self.name, self.block_tokens * blocks, requests, self.streams, self.notes)
 
     def first(self, count: int) -> Trace:
@@ -97,3 +95,17 @@ class Trace:
         kept = {request.stream for request in requests}
         streams = {key: stream for key, stream in self.streams.items() if key in kept}
         return Trace(self.name, self.block_tokens, requests, streams, self.notes)
+
+
+def shared_array(hashes: BlockHashes) -> BlockHashes:
+    """The array whose beginning `hashes` is a view of, or `hashes` itself."""
+    base = hashes.base
+    if (
+        isinstance(base, np.ndarray)
+        and base.dtype == hashes.dtype
+        and base.ndim == 1
+        and base.strides == hashes.strides
+        and base.ctypes.data == hashes.ctypes.data
+    ):
+        return base
+    return hashes
