@@ -6,6 +6,7 @@ LMCache itself would apply them to single objects of a lower tier, HiState to wh
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 
 from lmcache.v1.distributed.quota_manager import QuotaManager
@@ -17,6 +18,8 @@ from lmcache_histate.state_store.units import MANAGED
 
 DEFAULT, UNSALTED = "*", "_default"
 """In the setting ``quotas``: every tenant without a quota of its own; requests without a salt (LMCache's word)."""
+LOCKED_SECONDS = 2.0
+"""How long something that is in use is waited for; the core offers it again after as long."""
 ALL_SECONDS = 1.0
 """How often every tenant is looked at, since a limit may have changed; LMCache's own cycle is as long."""
 
@@ -36,6 +39,7 @@ class Quotas:
         self._leaving = leaving
         self._namespaces: dict[str, list[str]] = {}
         self._changed: set[str] = set()
+        self._locked: dict[str, deque[tuple[float, int]]] = {}
         self._all_at = float("-inf")
 
     def configure(self, limits: Mapping[str, float]) -> None:
@@ -60,18 +64,26 @@ class Quotas:
         if now >= self._all_at:
             self._all_at = now + ALL_SECONDS
             salts = self._namespaces
-        over = [salt for salt in salts if self.excess(salt) > 0]
+        over = [salt for salt in salts if self.excess(salt, now) > 0]
         self._changed = set()
         return over
 
-    def excess(self, salt: str) -> int:
+    def excess(self, salt: str, now: float) -> int:
         """Bytes that a tenant holds beyond its quota; none without a quota. O(namespaces of the tenant)."""
         # Not `get_limit_bytes`, for which a tenant that nobody registered has a quota of nothing.
         limit = self._manager.effective_limit_bytes(salt)
         if limit is None:
             return 0
+        locked = self._locked.get(salt)
+        while locked and locked[0][0] <= now:
+            locked.popleft()
+        going = self._leaving(salt) + sum(nbytes for _, nbytes in locked or ())
         held = sum(self._policy.held_bytes(name, tier) for name in self.namespaces(salt) for tier in MANAGED)
-        return held - self._leaving(salt) - limit
+        return held - going - limit
+
+    def wait_for(self, salt: str, nbytes: int, now: float) -> None:
+        """Bytes that should go are in use: they are waited for, and nothing else goes in their place meanwhile. O(1)."""
+        self._locked.setdefault(salt, deque()).append((now + LOCKED_SECONDS, nbytes))
 
     def namespaces(self, salt: str) -> list[str]:
         """Names of the namespaces of a tenant, one for each model that it uses."""

@@ -98,8 +98,8 @@ class RoomMaker:
             urgent: A store has just found no room, whatever the watermarks say.
         """
         if self._stranded_on_disk:
-            self.counts["evicted_from_disk"] += self._delete_on_disk(self._stranded_on_disk)
-            self._stranded_on_disk = []
+            # The core believes them gone: what is being read now is tried again until it is.
+            self._stranded_on_disk = self._delete_on_disk(self._stranded_on_disk)
         self._make_room_in_cpu(now, urgent)
         self._make_room_on_disk(now)
 
@@ -124,7 +124,7 @@ class RoomMaker:
         """Delete what is worth least of a tenant, in CPU memory or on disk, until it is within its quota. O(victims)."""
         namespaces = quotas.namespaces(salt)
         for _ in range(MAX_VICTIMS):
-            if quotas.excess(salt) <= 0:
+            if quotas.excess(salt, now) <= 0:
                 return
             # A byte freed counts the same wherever it lies, so values of the two tiers compare.
             tiers = sorted(MANAGED, key=lambda tier: self._policy.lowest_value(tier, namespaces))
@@ -132,7 +132,10 @@ class RoomMaker:
             victim = next((victim for victim in found if victim is not None), None)
             if victim is None:
                 return
-            self.counts["evicted_for_quota"] += self._delete_victim(victim, now) > 0
+            if self._delete_victim(victim, now):
+                self.counts["evicted_for_quota"] += 1
+            else:
+                quotas.wait_for(salt, victim.nbytes, now)
 
     def _make_room_in_cpu(self, now: float, urgent: bool) -> None:
         used, total = self._parts.manager.get_l1_usage()
@@ -195,11 +198,15 @@ class RoomMaker:
         if locked and victim.tier is Tier.CPU:
             return 0
         self._evicted[victim.tier] = True
+        kept: list[ObjectKey] = []
         if wait_for_disk:
-            self.counts["evicted_from_disk"] += self._delete_on_disk(on_disk)
+            kept = self._delete_on_disk(on_disk)
+            self.counts["locked_victims"] += len(kept)
         else:
             self._stranded_on_disk += on_disk
-        if not locked:
+        if kept and victim.tier is Tier.DISK:
+            return 0
+        if not locked and not kept:
             # Not left to the events that follow: the next victim of this round may be what this one has uncovered.
             self._policy.discard(victim, now)
         return victim.nbytes
@@ -248,5 +255,10 @@ class RoomMaker:
         self.counts["evicted_from_disk"] += len(report.deleted)
         return report.freed_bytes
 
-    def _delete_on_disk(self, keys: Sequence[ObjectKey]) -> int:
-        return len(self._disk.delete_keys(keys).deleted) if self._disk is not None and keys else 0
+    def _delete_on_disk(self, keys: Sequence[ObjectKey]) -> list[ObjectKey]:
+        """Delete files; returns what stays, since it is being read or cannot be deleted. O(objects)."""
+        if self._disk is None or not keys:
+            return []
+        report = self._disk.delete_keys(keys)
+        self.counts["evicted_from_disk"] += len(report.deleted)
+        return [*report.held, *report.failed]

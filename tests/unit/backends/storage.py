@@ -23,6 +23,8 @@ from lmcache_histate.config import Config
 
 CHUNK = 64
 MODEL = "tiny"
+MIB = 1 / 1024
+"""One MiB in GiB."""
 KV_GROUP, STATE_GROUP = 0, 1
 KV_SHAPE, STATE_SHAPE = torch.Size([2, 2, CHUNK, 128]), torch.Size([1, 1, 1, 32768])
 """64 KiB of KV a chunk, as much a snapshot: with unlike sizes, an arena of a few MiB runs out of large enough holes."""
@@ -48,11 +50,12 @@ def chunk_hashes(session: str, count: int, fork: tuple[str, int] | None = None) 
 
 
 class Storage:
-    """LMCache's tiers under HiState, for one model on ``world_size`` ranks."""
+    """LMCache's tiers under HiState, for one model on ``world_size`` ranks; ``hybrid=False``: one without snapshots."""
 
-    def __init__(self, config: Config, world_size: int = 1, registered: bool = True) -> None:
+    def __init__(self, config: Config, world_size: int = 1, registered: bool = True, hybrid: bool = True) -> None:
         self.config = config
         self.world_size = world_size
+        self.hybrid = hybrid
         self._closed = False
         self.model = MODEL
         flags = list(server_arguments(config, CHUNK))
@@ -68,19 +71,21 @@ class Storage:
             ExtServerModuleBuildContext(self.context, None, None, (), server_module_spec(config, CHUNK)["config"])
         )
         if registered:
-            self.register()
+            self.register(hybrid=hybrid)
 
-    def register(self, model: str = MODEL) -> None:
+    def register(self, model: str = MODEL, hybrid: bool = True) -> None:
         """What a worker's registration does; keys are those of this model from here on."""
         self.model = model
+        self.hybrid = hybrid
         kv = MemoryLayoutDesc([KV_SHAPE], [torch.bfloat16])
         state = MemoryLayoutDesc([STATE_SHAPE], [torch.bfloat16])
-        self.layouts = {KV_GROUP: kv, STATE_GROUP: state}
+        self.layouts = {KV_GROUP: kv, STATE_GROUP: state} if hybrid else {KV_GROUP: kv}
+        kinds = ("attention", "recurrent") if hybrid else ("attention",)
         self.context.layout_desc_registry.register(
             model,
             self.world_size,
             kv,
-            AttnWindowDesc([-1, 1], world_size=self.world_size, group_kinds=("attention", "recurrent")),
+            AttnWindowDesc([-1, 1][: len(kinds)], world_size=self.world_size, group_kinds=kinds),
             self.layouts,
         )
 
@@ -125,6 +130,8 @@ class Storage:
         )
         stored: list[ObjectKey] = []
         for group, chunks in ((KV_GROUP, range(start, end)), (STATE_GROUP, snapshots)):
+            if not chunks:
+                continue
             keys = self.keys([path[index] for index in chunks], group, salt)
             reserved = self.manager.reserve_write(keys, self.layouts[group])
             for key, obj in reserved.items():
@@ -139,7 +146,7 @@ class Storage:
         """Look a prompt up as vLLM would, check every byte that comes back, and return the chunks restored."""
         groups = [
             (group, [key for key in self.keys(path, group, salt) if (key.kv_rank >> 16) & 0xFF == rank])
-            for group in (KV_GROUP, STATE_GROUP)
+            for group in self.layouts
             for rank in range(self.world_size)
         ]
         from lmcache.v1.distributed.api import GroupedObjectKeys
@@ -159,7 +166,12 @@ class Storage:
                 for key, obj in zip(hits, objects, strict=True):
                     assert torch.equal(obj.tensor.view(torch.uint8).flatten(), content(key, obj.get_size())), key
         self.manager.finish_read_prefetched(hits)
-        return max((column + 1 for row, column in cells if rows[row].object_group_id == STATE_GROUP), default=0)
+        last = STATE_GROUP if self.hybrid else KV_GROUP
+        return max((column + 1 for row, column in cells if rows[row].object_group_id == last), default=0)
+
+    def end_turn(self, path: Sequence[bytes], salt: str = "") -> None:
+        """What LMCache does when a request ends: it touches all keys that the request could have."""
+        self.manager.touch_l1_keys([key for group in self.layouts for key in self.keys(path, group, salt)])
 
     def resident(self, keys: Sequence[ObjectKey]) -> list[ObjectKey]:
         """Those in CPU memory."""
@@ -205,8 +217,15 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 
 def hybrid_config(
-    disk: Path | None, cpu_gib: float, disk_gib: float = 1.0, local_cpu: bool = True, **histate: Any
+    disk: Path | None,
+    cpu_gib: float,
+    disk_gib: float = 1.0,
+    local_cpu: bool = True,
+    remote_url: str | None = None,
+    **histate: Any,
 ) -> Config:
     """A configuration of small tiers."""
-    tiers = {} if disk is None else {"local_disk": str(disk), "max_local_disk_size": disk_gib}
+    tiers: dict[str, Any] = {"remote_url": remote_url}
+    if disk is not None:
+        tiers |= {"local_disk": str(disk), "max_local_disk_size": disk_gib}
     return Config(max_local_cpu_size=cpu_gib, local_cpu=local_cpu, **tiers, histate=histate)

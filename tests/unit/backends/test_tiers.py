@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
-from storage import CHUNK, KV_GROUP, STATE_GROUP, Storage, chunk_hashes, eventually, hybrid_config, kv_bytes
+from storage import CHUNK, KV_GROUP, MIB, STATE_GROUP, Storage, chunk_hashes, eventually, kv_bytes
 
 from lmcache_histate.backends import room
-
-MIB = 1 / 1024
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Storage]]:
-    """Start storages; all are closed afterwards."""
-    running: list[Storage] = []
-
-    def begin(cpu_gib: float = 64 * MIB, disk: bool = True, **options: Any) -> Storage:
-        world_size = options.pop("world_size", 1)
-        registered = options.pop("registered", True)
-        disk_gib = options.pop("disk_gib", 0.25)
-        config = hybrid_config(tmp_path / "disk" if disk else None, cpu_gib, disk_gib, **options)
-        running.append(Storage(config, world_size, registered))
-        return running[-1]
-
-    yield begin
-    for storage in running:
-        storage.close()
 
 
 def test_a_turn_hits_its_last_snapshot(start: Callable[..., Storage]) -> None:
