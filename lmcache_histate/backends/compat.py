@@ -118,6 +118,11 @@ class StorageParts:
         return any(count and attributes["adapter_index"] in adapters for count, attributes in observed)
 
 
+def registered_models(registry: Any) -> set[tuple[str, int]]:
+    """(model, world size) of every model of a ``LayoutDescRegistry`` that has workers now. O(models)."""
+    return set(registry._registry)
+
+
 def http_app() -> FastAPI | None:
     """LMCache's HTTP application in this process, or None where its server runs without one.
 

@@ -105,17 +105,7 @@ class AllocationFailed:
     """CPU memory had no room for a store or for what was read back."""
 
 
-@dataclass(frozen=True)
-class ModelAppeared:
-    """A model's workers are there, before its first request."""
-
-    model_name: str
-    world_size: int
-
-
-StoreEvent = (
-    ModelAppeared | ObjectsChanged | Looked | Touched | Chained | SnapshotsReplaced | MoveEnded | AllocationFailed
-)
+StoreEvent = ObjectsChanged | Looked | Touched | Chained | SnapshotsReplaced | MoveEnded | AllocationFailed
 
 
 class EventQueue:

@@ -71,14 +71,14 @@ def add_routes(app: FastAPI, directory: Directory, known: Callable[[], Mapping[s
 
     # Not a coroutine: FastAPI runs it on a thread of its own, and hashing a long prompt takes milliseconds.
     def locate(question: LocateQuestion) -> dict[str, Any]:
-        now = time.monotonic()
+        now, served = time.monotonic(), known()
         age = directory.age(now)
-        if age == float("inf"):
+        if served and age == float("inf"):
             raise HTTPException(503, "the directory has not answered yet: see histate.directory_state in /status")
         try:
             hashes = hashes_from_hex(question.chunk_hashes) if question.chunk_hashes is not None else None
             return answer(
-                {name: [facts] for name, facts in known().items()},
+                {name: [facts] for name, facts in served.items()},
                 lambda name, facts, chunk_hashes: directory.locate(name, chunk_hashes, now),
                 question.model,
                 question.token_ids,

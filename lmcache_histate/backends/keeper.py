@@ -25,7 +25,6 @@ from lmcache_histate.backends.events import (
     Change,
     EventQueue,
     Looked,
-    ModelAppeared,
     MoveEnded,
     ObjectsChanged,
     SnapshotsReplaced,
@@ -164,10 +163,7 @@ class Keeper:
         if facts is not None:
             return facts
         layout = self._layouts.find(model_name, world_size)
-        if layout is None:
-            return PlacementFacts()
-        self._queue.put(ModelAppeared(model_name, world_size))
-        return self._describe(layout, time.monotonic())
+        return PlacementFacts() if layout is None else self._describe(layout, time.monotonic())
 
     def status(self) -> dict[str, Any]:
         """Counters and sizes for ``/status``. O(1)."""
@@ -250,6 +246,9 @@ class Keeper:
             self._room.make_room(now, urgent=any(isinstance(event, AllocationFailed) for event in events))
             if self._offers is not None:
                 self._offers.send(now)
+            for appeared in self._layouts.registered() - self._facts.keys():
+                # Before its first request, so that what others say of it is known by then.
+                self._register(Namespace(*appeared, ""))
             if self._fleet.round(now):
                 self._queue.wake()
             for model in self._facts:
@@ -270,8 +269,6 @@ class Keeper:
     def _apply(self, event: StoreEvent) -> None:
         if isinstance(event, ObjectsChanged):
             self._objects_changed(event)
-        elif isinstance(event, ModelAppeared):
-            self._register(Namespace(event.model_name, event.world_size, ""))
         elif isinstance(event, Looked):
             self._looked(event)
         elif isinstance(event, Chained):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 
+from lmcache_histate.backends.compat import registered_models
 from lmcache_histate.geometry import CacheGeometry
 from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
 
@@ -168,6 +169,10 @@ class Layouts:
         )
         with self._lock:
             return self._known.setdefault((model_name, world_size), layout)
+
+    def registered(self) -> set[tuple[str, int]]:
+        """(model, world size) of every model that has workers now. O(models)."""
+        return registered_models(self._registry)
 
     def of(self, namespace: Namespace) -> ModelLayout | None:
         """The layout of a namespace's model."""

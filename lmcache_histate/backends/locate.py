@@ -114,8 +114,8 @@ def choose_namespace(
     of_model = [space for space in namespaces if space.model_name == model]
     if not of_model:
         models = sorted({space.model_name for space in namespaces})
-        listed = f"It knows {', '.join(models)}." if models else "It knows no model yet: nothing was served so far."
-        raise LocateError(f"the directory does not know the model {model!r}. {listed}")
+        listed = f"Known are {', '.join(models)}." if models else "No model is: nothing was served so far."
+        raise LocateError(f"the model {model!r} is not known. {listed}")
     of_salt = [space for space in of_model if space.cache_salt == cache_salt]
     if not of_salt:
         raise LocateError(
