@@ -15,6 +15,7 @@ from redis.exceptions import (
     AuthorizationError,
     ConnectionError,
     InvalidResponse,
+    MovedError,
     NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
@@ -152,7 +153,8 @@ def translate(error: Exception, where: str) -> DirectoryError:
     """An error of the client library in the directory's words; `where` names the server without a password."""
     text = str(error).replace("\n", " ")
     code = text.split(" ", 1)[0]
-    if isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError) or code in _DENIED:
+    refused = isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError) or code in _DENIED
+    if refused or "The user executing the script can't" in text:
         return AccessDenied(f"{where} refuses the user or password, or that user's rights: {text}")
     if isinstance(error, MasterNotFoundError):
         return Unreachable(f"{where}: the Sentinels name no master: {text}")
@@ -164,6 +166,10 @@ def translate(error: Exception, where: str) -> DirectoryError:
         return OutOfMemory(f"{where} is out of memory: {text}")
     if isinstance(error, ReadOnlyError):
         return Unreachable(f"{where} is a replica at the moment, which takes no data: {text}")
+    if isinstance(error, MovedError):
+        return Unusable(
+            f"{where} is a node of a cluster: write redis+cluster:// (rediss+cluster:// with TLS) in the URL"
+        )
     if isinstance(error, ResponseError | InvalidResponse):
         return Unusable(f"{where} answers, but cannot serve as a directory: {text}")
     return Unreachable(f"{where}: {type(error).__name__}: {text}")

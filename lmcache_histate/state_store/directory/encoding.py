@@ -114,13 +114,13 @@ def held_matrix(records: Sequence[bytes | None], columns: dict[int, int]) -> npt
     """Bits by (member, chunk), from the records of a path. O(chunks * holders), vectorised.
 
     Args:
-        records: chunk records, None where there is none. What is malformed counts as none.
+        records: chunk records, None or empty where there is none. What is malformed counts as none.
         columns: number to row of the result; other numbers are left out.
     """
     parts: list[bytes] = []
     for record in records:
         try:
-            parts.append(b"" if record is None else holders_of(record))
+            parts.append(holders_of(record) if record else b"")
         except Malformed:
             parts.append(b"")
     held = np.zeros((max(columns.values(), default=-1) + 1, len(parts)), dtype=np.uint8)
@@ -159,12 +159,12 @@ def unpack_session(record: bytes) -> Session:
 # -- changes -----------------------------------------------------------------------------------------------------------
 
 
-def pack_change(change: ChunkHeld | SessionEnded | SessionHit, shares_remote: bool) -> bytes:
+def pack_change(change: ChunkHeld | SessionEnded | SessionHit, remote_is_shared: bool) -> bytes:
     """The bytes of one change.
 
     Args:
         change: what happened.
-        shares_remote: the remote tier is shared, so its bits are not the instance's own.
+        remote_is_shared: the remote tier is shared, so its bits are not the instance's own.
 
     Raises:
         ValueError: a hash that is empty or longer than 255 bytes, or a position of more than 32 bits.
@@ -173,7 +173,7 @@ def pack_change(change: ChunkHeld | SessionEnded | SessionHit, shares_remote: bo
     if not 0 < len(key) < 256 or not 0 <= change.position <= _MAX_POSITION:
         raise ValueError(f"chunk hash of {len(key)} bytes at position {change.position}: 1 to 255 bytes, 32 bits")
     if isinstance(change, ChunkHeld):
-        added = change.held & REMOTE_BITS if shares_remote else 0
+        added = change.held & REMOTE_BITS if remote_is_shared else 0
         body = _CHUNK_CHANGE.pack(
             change.held & ~added, added, change.shared_removed, change.position, len(change.parent)
         )

@@ -50,18 +50,24 @@ class DirectoryReader:
         Raises:
             DirectoryError: one of its subclasses.
         """
-        leases, _ = self.client.run(_LOOKUP, key_of(namespace_tag(namespace, facts)))
+        leases, _ = self.client.run(_LOOKUP, key_of(namespace_tag(namespace, facts)), b"")
         return sorted(_members(leases).values(), key=lambda member: (member.is_tier, member))
 
     def locate(self, namespace: str, facts: NamespaceFacts, chunk_hashes: Sequence[bytes]) -> list[Location]:
         """How much of the prompt with these chunks each member can restore; the most first. One round trip.
 
-        Up to 7,000 chunks at once, which is as many arguments as a script takes.
-
         Raises:
             DirectoryError: one of its subclasses.
+            ValueError: a hash of more than 255 bytes.
         """
-        leases, records = self.client.run(_LOOKUP, key_of(namespace_tag(namespace, facts)), *chunk_hashes)
+        asked = b"".join(bytes((len(chunk_hash),)) + chunk_hash for chunk_hash in chunk_hashes)
+        leases, packed = self.client.run(_LOOKUP, key_of(namespace_tag(namespace, facts)), asked)
+        records: list[bytes] = []
+        at = 0
+        while at < len(packed):
+            end = at + 2 + int.from_bytes(packed[at : at + 2], "little")
+            records.append(packed[at + 2 : end])
+            at = end
         return locate(facts, records, _members(leases))
 
     def close(self) -> None:

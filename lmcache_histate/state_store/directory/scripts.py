@@ -244,7 +244,7 @@ if ARGV[1] ~= '' and status == 'ok' then
   local cursor, started = tonumber(meta[3] or '0'), tonumber(meta[4] or '0')
   local rounds, sweep = tonumber(meta[6] or '0'), #gone > 0 and 16384 or tonumber(meta[5] or '0')
   local half = tonumber(ARGV[3]) / 2
-  local before = {cursor, sweep}
+  local before = {cursor, started, sweep}
 
   -- Renewing: all buckets within half a lease, so that none expires while a record in it counts.
   if started == 0 or started > now then started = now end
@@ -264,7 +264,7 @@ if ARGV[1] ~= '' and status == 'ok' then
     sweep = sweep - 1
     budget = budget - 4 - clean(P .. ':c:' .. sweep, live)
   end
-  if cursor ~= before[1] or sweep ~= before[2] then
+  if cursor ~= before[1] or started ~= before[2] or sweep ~= before[3] then
     call('HSET', P .. ':m', 'cursor', cursor, 'started', started, 'sweep', sweep, 'rounds', rounds)
   end
 end
@@ -308,14 +308,22 @@ return {at, found}
 LOOKUP = (
     _COMMON
     + """
--- ARGV: chunk hashes. Returns the members as in POLL, without counters, and a record or nil for every hash.
+-- ARGV: chunk hashes, each after its length (u8). Returns numbers and leases of the members, and the records, each after its
+-- length (u16), which is 0 for none. One string each way, since a client takes longer over many than the server over all.
 local leases, records = {}, {}
 for number, lease in pairs((members())) do
   leases[#leases + 1] = tostring(struct.unpack('<I4', number))
   leases[#leases + 1] = lease
 end
-for i = 1, #ARGV do records[i] = call('HGET', bucket(ARGV[i]), 'c' .. ARGV[i]) end
-return {leases, records}
+local hashes, at = ARGV[1], 1
+while at <= #hashes do
+  local size = byte(hashes, at)
+  local hash = sub(hashes, at + 1, at + size)
+  at = at + 1 + size
+  local record = call('HGET', bucket(hash), 'c' .. hash) or ''
+  records[#records + 1] = struct.pack('<I2', #record) .. record
+end
+return {leases, table.concat(records)}
 """
 )
 
