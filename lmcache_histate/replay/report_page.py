@@ -175,7 +175,9 @@ class _Writer:
                 )
             for series, runs in point.runs.items():
                 if failed := sum(run.failed for run in runs):
-                    notes.append(f"{point.trace}, {series.label}: {failed} requests failed and are left out.")
+                    notes.append(
+                        f"{point.trace}, {series.label}: {failed} request{'s' if failed > 1 else ''} failed, left out here."
+                    )
         return notes
 
     def _trace(self, name: str, points: list[Point]) -> dict[str, Any]:
