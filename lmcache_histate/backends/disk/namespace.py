@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmcache_histate.backends.disk.dirsync import fsync_folder
+from lmcache_histate.backends.disk.syncing import fsync_path
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -68,7 +68,7 @@ def create(root: Path, model: str, layout: Layout, fingerprint: str) -> Namespac
     make_folders(folder)
     write_manifest(folder, model, layout, fingerprint)
     for made in (folder, folder.parent, root):
-        fsync_folder(made)
+        fsync_path(made)
     return Namespace(name, folder, model, layout, is_opaque(layout))
 
 

@@ -155,7 +155,7 @@ class DiskStore:
         return self._writer.put(namespace, object_id, payload, place, valid, dirty)
 
     def sync(self, dirty: Iterable[Path]) -> bool:
-        """Make the renames in these folders durable (see `Writer.sync`)."""
+        """Make what was put durable (see `Writer.sync`)."""
         return self._writer.sync(dirty)
 
     def lock(self, candidates: Sequence[Namespace], object_ids: Sequence[ObjectId]) -> list[bool]:

@@ -1,4 +1,9 @@
-"""Storing objects: reserve, write under a temporary name, synchronise, rename, synchronise the folder."""
+"""Storing objects: reserve, write under a temporary name, rename, and synchronise.
+
+Where POSIX is all that is known, a record's data is synchronised before the rename and its folder after it. With direct I/O
+on a file system with one journal (`syncing.ONE_JOURNAL`) one fsync of the renamed record does both, at half the price: no
+name can become durable there before the data that it stands for.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from lmcache_histate.backends.disk.core import Claim, Core, Put
-from lmcache_histate.backends.disk.dirsync import DirectorySync
 from lmcache_histate.backends.disk.index import Entry
+from lmcache_histate.backends.disk.io import DirectIO
 from lmcache_histate.backends.disk.namespace import Namespace
 from lmcache_histate.backends.disk.record import (
     NOWHERE,
@@ -23,6 +28,7 @@ from lmcache_histate.backends.disk.record import (
     encode_header,
     payload_checksum,
 )
+from lmcache_histate.backends.disk.syncing import ONE_JOURNAL, GroupSync, file_system
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -43,7 +49,8 @@ class Writer:
         self._core = core
         self._heal = heal
         self._numbers = itertools.count()
-        self._dirsync = DirectorySync()
+        self._group = GroupSync()
+        self._one_fsync = isinstance(core.io, DirectIO) and file_system(core.config.root) in ONE_JOURNAL
 
     def put(
         self,
@@ -60,8 +67,7 @@ class Writer:
             payload: Its bytes, one-dimensional; must not change until this returns.
             valid: Asked before and after the payload was read: once false, the bytes are no longer the object's, and
                 nothing is published.
-            dirty: Takes the folders that `sync` must be given before the object is durable. `None` synchronises at
-                once.
+            dirty: Takes the paths that `sync` must be given before the object is durable. `None` synchronises at once.
         """
         core, key = self._core, (namespace, object_id)
         while True:
@@ -77,17 +83,17 @@ class Writer:
             if result is not None:  # None: it was being deleted, so look again
                 return Put.PRESENT if result is Put.STORED else result
         outcome = Put.FAILED
-        folders: set[Path] = set()
+        unsynced: set[Path] = set()
         try:
-            outcome = self._attempt(namespace, object_id, payload, place, valid, folders)
+            outcome = self._attempt(namespace, object_id, payload, place, valid, unsynced)
         finally:
             core.settle(namespace, object_id, mine, outcome)
         core.health.count(f"put_{outcome.value}")
         if outcome is Put.STORED:
             core.health.count("bytes_stored", len(payload))
         if dirty is not None:
-            dirty |= folders
-        elif not self.sync(folders):
+            dirty |= unsynced
+        elif not self.sync(unsynced):
             return Put.FAILED
         return outcome
 
@@ -141,7 +147,7 @@ class Writer:
                 return Put.FAILED
             now = time.time()
             header = Header(namespace.name, object_id, len(payload), payload_checksum(payload), now, place)
-            core.io.write(temporary, encode_header(header), payload, core.config.sync)
+            core.io.write(temporary, encode_header(header), payload, core.config.sync and not self._one_fsync)
             if not valid():  # its buffer was freed meanwhile: what was written may be another object's bytes
                 return Put.FAILED
             published = self._publish(
@@ -176,19 +182,19 @@ class Writer:
                 os.rename(temporary, path)
             core.space.publish(entry.charge)
             core.take_in(entry)
-        dirty.add(path.parent)
+        dirty.add(path if self._one_fsync else path.parent)
         return True
 
     def sync(self, dirty: Iterable[Path]) -> bool:
-        """Make the renames in these folders durable; false (and one log line) if that failed."""
+        """Make what `put` published durable; false (and one log line) if that failed."""
         core = self._core
         if not core.config.sync:
             return True
         try:
-            self._dirsync.sync(dirty)
+            self._group.sync(dirty)
         except OSError as e:
             core.health.trouble(
-                "sync", f"{core.config.root}: a folder cannot be synchronised ({e}); stores count as failed"
+                "sync", f"{core.config.root}: stores cannot be synchronised ({e}); they count as failed"
             )
             return False
         core.health.well("sync")

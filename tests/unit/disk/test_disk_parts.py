@@ -14,7 +14,6 @@ from disk_boxes import MODEL, layout, oid
 
 from lmcache_histate.backends.disk import namespace as namespaces
 from lmcache_histate.backends.disk.catalogue import FILE, Catalogue, Row
-from lmcache_histate.backends.disk.dirsync import DirectorySync
 from lmcache_histate.backends.disk.health import Health
 from lmcache_histate.backends.disk.hints import PlaceHints
 from lmcache_histate.backends.disk.ledger import Ledger, LocalLedger, SharedLedger
@@ -22,6 +21,7 @@ from lmcache_histate.backends.disk.lock import FolderInUseError, FolderLock, Scr
 from lmcache_histate.backends.disk.namespace import Namespaces
 from lmcache_histate.backends.disk.record import Kind, Place
 from lmcache_histate.backends.disk.settings import HELP, parse
+from lmcache_histate.backends.disk.syncing import GroupSync, file_system
 from lmcache_histate.backends.disk.tasks import Batches
 
 # ---- ledger
@@ -221,19 +221,27 @@ def test_the_manifest_can_be_read_by_people_and_by_us(tmp_path: Path) -> None:
     assert namespaces.load(made.folder) is None
 
 
-# ---- folder synchronisation, batches, health, hints
+# ---- synchronisation, batches, health, hints
 
 
 def test_everybody_who_waits_is_served_and_told_of_errors(tmp_path: Path) -> None:
-    sync = DirectorySync()
+    sync = GroupSync()
     folders = [tmp_path / str(n) for n in range(5)]
     for folder in folders:
         folder.mkdir()
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda n: sync.sync(folders[: n % 6]), range(60)))
-        with pytest.raises(FileNotFoundError):
-            sync.sync([folders[0], tmp_path / "gone"])
+        sync.sync([folders[0], tmp_path / "deleted since"])
+        (tmp_path / "file").touch()
+        with pytest.raises(NotADirectoryError):
+            sync.sync([folders[0], tmp_path / "file" / "in a file"])
         sync.sync(folders)
+
+
+def test_the_type_of_a_file_system_is_found() -> None:
+    assert file_system(Path("/proc/self")) == "proc"
+    assert file_system(Path("/sys")) in ("sysfs", file_system(Path("/")))
+    assert file_system(Path("/")) != ""
 
 
 def test_a_batch_finishes_once_whatever_its_steps_do() -> None:
