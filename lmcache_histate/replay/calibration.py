@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from lmcache_histate.config.values import parse_number
 from lmcache_histate.replay.endpoint_client import EndpointClient, EndpointError, RequestFailed, ServedModel
 from lmcache_histate.replay.simulator.hardware import StepTimes
 
@@ -68,12 +69,12 @@ def write_cost_model(path: Path, model: CostModel) -> None:
     lines = [f"# Cost model for `histate simulate --cost-model`, measured on {model.measured_on}.", f"format: {FORMAT}"]
     lines.append(f"measured_on: {model.measured_on!r}")
     lines += ["times:  # seconds"]
-    lines += [f"  {name}: {value:.6g}  # {_MEANING[name]}" for name, value in asdict(model.times).items()]
+    lines += [f"  {name}: {value:.5e}  # {_MEANING[name]}" for name, value in asdict(model.times).items()]
     if model.restore_token_s is not None and model.restore_fixed_s is not None:
         lines += [
             "restore:  # seconds",
-            f"  token_s: {model.restore_token_s:.6g}  # of a hit, for each token restored",
-            f"  fixed_s: {model.restore_fixed_s:.6g}  # of a hit, besides",
+            f"  token_s: {model.restore_token_s:.5e}  # of a hit, for each token restored",
+            f"  fixed_s: {model.restore_fixed_s:.5e}  # of a hit, besides",
         ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -108,12 +109,14 @@ def _figures(path: Path, value: dict[str, Any], section: str, names: Sequence[st
         raise CostModelError(f"{path}: {section}.{unknown[0]}: no such figure; there are {', '.join(names)}")
     figures = {}
     for name in names:
-        figure = found.get(name)
-        if isinstance(figure, bool) or not isinstance(figure, int | float) or not 0 <= figure < math.inf:
+        try:
+            figures[name] = parse_number(found.get(name))
+        except ValueError:
+            figures[name] = math.nan
+        if not figures[name] >= 0:
             raise CostModelError(
-                f"{path}: {section}.{name}: must be a number of seconds of at least 0, found {figure!r}"
+                f"{path}: {section}.{name}: must be a number of seconds of at least 0, found {found.get(name)!r}"
             )
-        figures[name] = float(figure)
     if section == "times" and figures["step_s"] + figures["weights_s"] + figures["token_s"] <= 0:
         raise CostModelError(f"{path}: times: a step must take some time, but step_s, weights_s and token_s are all 0")
     return figures
