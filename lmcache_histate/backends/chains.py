@@ -22,7 +22,7 @@ from lmcache_histate.state_store.tree import NO_NODE, PrefixTree
 from lmcache_histate.state_store.tree import Namespace as CoreNamespace
 
 MAX_CHUNKS = 1 << 17
-"""Parents, and stored chunks whose parent is unknown, that are remembered; the oldest are forgotten first."""
+"""Parents, and stored chunks whose parent is unknown, that are remembered; those not met for longest are forgotten first."""
 
 
 class Link(NamedTuple):
@@ -53,6 +53,7 @@ class Chains:
         links = []
         for chunk_hash in event.chunk_hashes:
             self._parents[chunk_hash] = parent
+            self._parents.move_to_end(chunk_hash)
             links += [Link(space, parent, [chunk_hash]) for space in self._waiting.pop(chunk_hash, ())]
             parent = chunk_hash
         while len(self._parents) > MAX_CHUNKS:
@@ -69,9 +70,11 @@ class Chains:
             if node != NO_NODE and tree.position[node] >= 0:
                 continue
             if chunk_hash in self._parents:
+                self._parents.move_to_end(chunk_hash)
                 links.append(Link(namespace, self._parents[chunk_hash], [chunk_hash]))
             else:
                 self._waiting.setdefault(chunk_hash, set()).add(namespace)
+                self._waiting.move_to_end(chunk_hash)
         while len(self._waiting) > MAX_CHUNKS:
             self._waiting.popitem(last=False)
         return links

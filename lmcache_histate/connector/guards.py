@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 TESTED_VLLM = ("0.32",)
 """Release series of vLLM whose scheduler was tested with moved stops."""
 TESTED_LMCACHE = ("0.5.6",)
+
+
+_NO_CODE = SimpleNamespace(co_names=())
 
 
 class StartupError(ValueError):
@@ -96,6 +100,109 @@ def check_versions(allow_untested: bool) -> str | None:
             "(HISTATE_ALLOW_UNTESTED_VERSIONS=true) and check your outputs."
         )
     return f"{message}; starting anyway because histate.allow_untested_versions is set. Check your outputs."
+
+
+def check_members(allow_untested: bool) -> str | None:
+    """Look for every member of LMCache's connector and of vLLM that this package overrides, calls or reads.
+
+    A new release that renames one would otherwise fail in the middle of a request, or let a method of ours be called by
+    nobody.
+
+    Args:
+        allow_untested: As in `check_versions`.
+
+    Returns:
+        A warning to log, or None when everything is there.
+
+    Raises:
+        StartupError: Something is not, unless allowed. All of it is named.
+    """
+    missing = [
+        f"{owner.__module__}.{owner.__qualname__}.{name}" + (f"({', '.join(parameters)})" if parameters else "")
+        for owner, name, parameters in used_members()
+        if not _has_member(owner, name, parameters)
+    ]
+    if not missing:
+        return None
+    message = f"this vLLM or LMCache lacks what HiState uses of the tested ones: {'; '.join(missing)}"
+    if not allow_untested:
+        raise StartupError(
+            f"{message}. Install vllm {TESTED_VLLM[-1]} and lmcache {TESTED_LMCACHE[-1]}, or set "
+            "histate.allow_untested_versions: true (HISTATE_ALLOW_UNTESTED_VERSIONS=true) and check your outputs."
+        )
+    return f"{message}; starting anyway because histate.allow_untested_versions is set. Check your outputs."
+
+
+def used_members() -> list[tuple[type, str, tuple[str, ...]]]:
+    """(class, member, parameters that a method must have) of vLLM and of LMCache's connector: what this package touches."""
+    from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+    from lmcache.integration.vllm.lmcache_mp_metadata import (
+        LMCacheMPConnectorMetadata,
+        LMCacheMPRequestMetadata,
+        LMCacheMPRequestState,
+        LMCacheMPRequestTracker,
+    )
+    from lmcache.integration.vllm.vllm_multi_process_adapter import (
+        LMCacheMPSchedulerAdapter,
+        LMCacheMPWorkerAdapter,
+        LoadStoreOp,
+    )
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request, RequestStatus
+
+    methods: dict[type, dict[str, tuple[str, ...]]] = {
+        LMCacheMPConnector: {
+            "__init__": ("vllm_config", "role", "kv_cache_config"),
+            "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
+            "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
+            "update_connector_output": ("connector_output",),
+            "build_connector_meta": ("scheduler_output",),
+            "register_kv_caches": ("kv_caches",),
+            "handle_preemptions": ("kv_connector_metadata",),
+            "wait_for_save": ("self",),
+            "shutdown": ("self",),
+            "_get_or_create_request_tracker": ("request",),
+            "_get_connector_metadata": ("self",),
+        },
+        LMCacheMPSchedulerAdapter: {"cleanup_lookup_result": ("request_id",)},
+    }
+    attributes: dict[type, tuple[str, ...]] = {
+        LMCacheMPConnector: ("scheduler_adapter", "worker_adapter"),
+        LMCacheMPSchedulerAdapter: (
+            "req_clients", "lmcache_tokens_per_chunk", "is_healthy", "model_name", "world_size",
+        ),
+        LMCacheMPWorkerAdapter: ("store_futures", "is_healthy"),
+        LMCacheMPConnectorMetadata: ("requests",),
+        LMCacheMPRequestMetadata: ("request_id", "direction", "op"),
+        LMCacheMPRequestState: ("BYPASS_LMCACHE",),
+        LMCacheMPRequestTracker: ("state",),
+        LoadStoreOp: ("block_ids", "start"),
+        KVConnectorFactory: ("_registry",),
+        KVConnectorOutput: ("failed_recving",),
+        KVTransferConfig: ("kv_connector_extra_config", "kv_load_failure_policy"),
+        Request: ("shared_prefix_boundary", "skip_reading_prefix_cache", "status", "request_id"),
+        RequestStatus: ("PREEMPTED",),
+        SchedulerOutput: ("num_scheduled_tokens", "total_num_scheduled_tokens", "finished_req_ids"),
+        VllmConfig: ("max_concurrent_batches",),
+    }  # fmt: skip
+    return [
+        *((owner, name, parameters) for owner, found in methods.items() for name, parameters in found.items()),
+        *((owner, name, ()) for owner, names in attributes.items() for name in names),
+    ]
+
+
+def _has_member(owner: type, name: str, parameters: tuple[str, ...]) -> bool:
+    """Whether a class has a method with these parameters, or an attribute, also one that only its instances get."""
+    if parameters:
+        method = getattr(owner, name, None)
+        return method is not None and set(parameters) <= set(inspect.signature(method).parameters)
+    if hasattr(owner, name) or name in getattr(owner, "__dataclass_fields__", {}):
+        return True
+    # What `__init__` assigns is named in its code.
+    return any(name in getattr(vars(base).get("__init__"), "__code__", _NO_CODE).co_names for base in owner.__mro__)
 
 
 def installed_version(names: tuple[str, ...]) -> str | None:

@@ -68,8 +68,8 @@ class HiStateConnector(CpuHybridConnector):
         active = block_size is not None and config.histate.enabled
         if active:
             assert block_size is not None
-            warning = guards.check_versions(config.histate.allow_untested_versions)
-            for line in (warning, *config.ignored):
+            untested = config.histate.allow_untested_versions
+            for line in (guards.check_versions(untested), guards.check_members(untested), *config.ignored):
                 if line and role == KVConnectorRole.SCHEDULER:
                     logger.warning(line)
             guards.check_engine(vllm_config, block_size, is_cpu_build())

@@ -177,3 +177,30 @@ def test_the_self_test_cannot_tell_when_the_schedulers_insides_changed(
 def test_the_self_test_cannot_tell_when_the_split_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Scheduler, "_mamba_block_aligned_split")
     assert guards.stop_is_honoured() is None
+
+
+def test_everything_that_is_used_of_vllm_and_lmcache_is_there() -> None:
+    assert guards.check_members(allow_untested=False) is None
+    owners = {owner.__name__ for owner, *_ in guards.used_members()}
+    assert {"LMCacheMPConnector", "Request", "SchedulerOutput"} <= owners
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "parameters"),
+    [
+        (Scheduler, "_no_such_method", ("request",)),
+        (Scheduler, "schedule", ("no_such_parameter",)),
+        (Scheduler, "no_such_attribute", ()),
+    ],
+)
+def test_a_member_that_is_gone_is_named_at_start_up(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, parameters: tuple[str, ...]
+) -> None:
+    used = guards.used_members()
+    monkeypatch.setattr(guards, "used_members", lambda: [*used, (owner, name, parameters)])
+    with pytest.raises(StartupError, match=f"Scheduler.{name}.*Install vllm") as refused:
+        guards.check_members(allow_untested=False)
+    assert "LMCacheMPConnector" not in str(refused.value)
+    warning = guards.check_members(allow_untested=True)
+    assert warning is not None
+    assert name in warning
