@@ -116,7 +116,7 @@ class Alone:
     def store(self, names: list[int], obj: Any) -> None:
         """Durable stores, with one synchronisation of the folders at the end."""
         namespace = self._store.namespace("bench/model", layout_of(obj.get_shapes(), obj.get_dtypes()))
-        dirty: set[Path] = set()
+        dirty: set[str] = set()
         view = np.frombuffer(obj.byte_array, np.uint8).data
         for name in names:
             assert self._store.put(namespace, self._id(name), view, NOWHERE, obj.is_valid, dirty) is Put.STORED
@@ -285,7 +285,7 @@ def recovery(root: Path, objects: int) -> dict[str, float]:
     for number in range(objects):
         oid = ObjectId("bench/model", number.to_bytes(32, "big"), 0x01000100, 0, "")
         place = Place((number - 1).to_bytes(32, "big") if number else b"", 64 * (number + 1), Kind.KV)
-        path = namespace.path(file_name(oid))
+        path = Path(namespace.path(file_name(oid)))
         path.parent.mkdir(exist_ok=True)
         with open(path, "wb") as f:
             f.write(encode_header(Header(namespace.name, oid, 2048, checksum, time.time(), place)) + payload + padding)

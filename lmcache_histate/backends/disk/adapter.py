@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -178,7 +177,7 @@ class HiStateDiskAdapter(L2AdapterInterface):
                 f"{len(keys)} keys, {len(objects)} objects and {len(places or keys)} places must be as many"
             )
         results = [Put.FAILED] * len(keys)
-        dirty: list[set[Path]] = [set() for _ in keys]
+        dirty: list[set[str]] = [set() for _ in keys]
 
         def one(at: int) -> None:
             place = self.hints.place_of(_id(keys[at])) if places is None else places[at]
@@ -198,7 +197,7 @@ class HiStateDiskAdapter(L2AdapterInterface):
 
         self._storing.run(len(keys), one, finish)
 
-    def _put_one(self, key: ObjectKey, obj: MemoryObj, place: Place, dirty: set[Path]) -> Put:
+    def _put_one(self, key: ObjectKey, obj: MemoryObj, place: Place, dirty: set[str]) -> Put:
         if self._storing.closing or not obj.is_valid():
             return Put.FAILED
         try:

@@ -46,7 +46,7 @@ class RecordIO(Protocol):
     name: str
     """`direct` or `plain`, for logs and reports."""
 
-    def write(self, path: Path, header: bytes, payload: memoryview, sync: bool) -> None:
+    def write(self, path: str, header: bytes, payload: memoryview, sync: bool) -> None:
         """Create `path` and fill it with a record; with `sync` its data is on stable storage on return.
 
         Raises:
@@ -54,7 +54,7 @@ class RecordIO(Protocol):
         """
         ...
 
-    def read(self, path: Path, payload: memoryview, still_wanted: Callable[[], bool]) -> tuple[bytes, int]:
+    def read(self, path: str, payload: memoryview, still_wanted: Callable[[], bool]) -> tuple[bytes, int]:
         """Fill `payload` with the record's payload.
 
         Args:
@@ -161,7 +161,7 @@ class DirectIO:
         self._edges = AlignedPool(2 * BLOCK, 64)  # a header block and the padded tail of a payload
         self._staging = AlignedPool(SEGMENT, 4)
 
-    def write(self, path: Path, header: bytes, payload: memoryview, sync: bool) -> None:
+    def write(self, path: str, header: bytes, payload: memoryview, sync: bool) -> None:
         """See `RecordIO.write`."""
         fd = os.open(path, _CREATE | os.O_DIRECT, 0o644)
         edges = self._edges.take()
@@ -195,7 +195,7 @@ class DirectIO:
         finally:
             self._staging.give(staging)
 
-    def read(self, path: Path, payload: memoryview, still_wanted: Callable[[], bool]) -> tuple[bytes, int]:
+    def read(self, path: str, payload: memoryview, still_wanted: Callable[[], bool]) -> tuple[bytes, int]:
         """See `RecordIO.read`."""
         fd = os.open(path, _READ | os.O_DIRECT)
         edges = self._edges.take()
@@ -261,7 +261,7 @@ class PlainIO:
 
     name = "plain"
 
-    def write(self, path: Path, header: bytes, payload: memoryview, sync: bool) -> None:
+    def write(self, path: str, header: bytes, payload: memoryview, sync: bool) -> None:
         """See `RecordIO.write`."""
         fd = os.open(path, _CREATE, 0o644)
         try:
@@ -279,7 +279,7 @@ class PlainIO:
         finally:
             os.close(fd)
 
-    def read(self, path: Path, payload: memoryview, still_wanted: Callable[[], bool]) -> tuple[bytes, int]:
+    def read(self, path: str, payload: memoryview, still_wanted: Callable[[], bool]) -> tuple[bytes, int]:
         """See `RecordIO.read`."""
         fd = os.open(path, _READ)
         try:
@@ -333,8 +333,8 @@ def choose_io(folder: Path, wish: str) -> RecordIO:
     probe, io = folder / f"probe-{os.getpid()}", DirectIO()
     data = memoryview(mmap.mmap(-1, BLOCK))
     try:
-        io.write(probe, bytes(HEADER_BYTES), data, sync=False)
-        io.read(probe, data, lambda: True)
+        io.write(str(probe), bytes(HEADER_BYTES), data, sync=False)
+        io.read(str(probe), data, lambda: True)
     except OSError as e:
         if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise

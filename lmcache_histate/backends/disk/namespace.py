@@ -37,9 +37,15 @@ class Namespace:
     opaque: bool
     """Whether objects are plain bytes of a serializer's making, whose layout a lookup cannot know."""
 
-    def path(self, file_name: str) -> Path:
-        """Where the record of this name lives: 256 shards by the first two digits."""
-        return self.folder / file_name[:2] / file_name
+    def __post_init__(self) -> None:
+        self._base = f"{self.folder}/"
+
+    def path(self, file_name: str) -> str:
+        """Where the record of this name lives: 256 shards by the first two digits.
+
+        A plain string: on the way of every store and load, `Path` objects cost more than the system calls they lead to.
+        """
+        return f"{self._base}{file_name[:2]}/{file_name}"
 
 
 def namespace_name(model: str, layout: Layout, fingerprint: str) -> str:
@@ -68,7 +74,7 @@ def create(root: Path, model: str, layout: Layout, fingerprint: str) -> Namespac
     make_folders(folder)
     write_manifest(folder, model, layout, fingerprint)
     for made in (folder, folder.parent, root):
-        fsync_path(made)
+        fsync_path(str(made))
     return Namespace(name, folder, model, layout, is_opaque(layout))
 
 

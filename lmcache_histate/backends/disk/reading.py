@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -11,7 +12,7 @@ from lmcache_histate.backends.disk.core import Core
 from lmcache_histate.backends.disk.index import Entry, Load
 from lmcache_histate.backends.disk.io import AbandonedError, read_header_block
 from lmcache_histate.backends.disk.namespace import Namespace
-from lmcache_histate.backends.disk.record import ObjectId, RecordError, decode_header, file_name, record_bytes
+from lmcache_histate.backends.disk.record import ObjectId, RecordError, decode_header, file_name
 from lmcache_histate.backends.disk.recovery import verify_header
 
 GONE = "the file is gone"
@@ -62,7 +63,7 @@ class Reader:
             with contextlib.suppress(OSError, RecordError):
                 path = namespace.path(file)
                 header = decode_header(read_header_block(path))
-                verify_header(header, namespace.name, file, path.stat().st_size)
+                verify_header(header, namespace.name, file, os.stat(path).st_size)
                 charge = core.space.charge(header.payload_bytes)
                 stored = header.stored_at
                 entry = Entry(namespace, object_id, header.payload_bytes, charge, stored, time.time(), header.place)
@@ -167,8 +168,9 @@ class Reader:
     def _read(self, entry: Entry, payload: memoryview, wanted: Callable[[], bool]) -> None:
         block, checksum = self._core.io.read(entry.namespace.path(entry.file), payload, wanted)
         header = decode_header(block)
-        verify_header(header, entry.namespace.name, entry.file, record_bytes(len(payload)))
-        if header.object_id != entry.object_id or header.payload_bytes != len(payload):
+        if (header.namespace, header.object_id, header.payload_bytes) != (
+            entry.namespace.name, entry.object_id, len(payload)
+        ):  # fmt: skip
             raise RecordError("the record holds another object")
         if header.payload_checksum != checksum:
             raise RecordError("the payload checksum does not match")

@@ -90,7 +90,7 @@ def _scan_namespace(
     for checked in pool.map(lambda chunk: [(file, *_check(namespace, file, size)) for file, size in chunk], chunks):
         for file, header, why in checked:
             if header is None:
-                found.bad.append((namespace.path(file), why))
+                found.bad.append((Path(namespace.path(file)), why))
                 continue
             stored = min(header.stored_at, now)
             rows[file] = Row(header.object_id, header.payload_bytes, stored, stored, header.place)

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 
 from lmcache_histate.backends.disk import namespace as namespaces
@@ -149,12 +148,12 @@ class DiskStore:
         payload: memoryview,
         place: Place,
         valid: Callable[[], bool],
-        dirty: set[Path] | None,
+        dirty: set[str] | None,
     ) -> Put:
         """Store one object (see `Writer.put`)."""
         return self._writer.put(namespace, object_id, payload, place, valid, dirty)
 
-    def sync(self, dirty: Iterable[Path]) -> bool:
+    def sync(self, dirty: Iterable[str]) -> bool:
         """Make what was put durable (see `Writer.sync`)."""
         return self._writer.sync(dirty)
 

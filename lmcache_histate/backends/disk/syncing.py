@@ -29,13 +29,13 @@ class GroupSync:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: dict[Path, int] = {}  # path -> number of the last ticket that asked for it
+        self._waiting: dict[str, int] = {}  # path -> number of the last ticket that asked for it
         self._tickets = 0
-        self._errors: dict[Path, tuple[int, OSError]] = {}
-        self._busy: set[Path] = set()
+        self._errors: dict[str, tuple[int, OSError]] = {}
+        self._busy: set[str] = set()
         self._leading = False
 
-    def sync(self, paths: Iterable[Path]) -> None:
+    def sync(self, paths: Iterable[str]) -> None:
         """Return once everything that the caller did to these files and directories before is on stable storage.
 
         What is gone by now counts as done: somebody deleted it.
@@ -68,7 +68,7 @@ class GroupSync:
         self._busy = set(batch)
         self._leading = True
         self._changed.release()
-        failed: dict[Path, OSError] = {}
+        failed: dict[str, OSError] = {}
         try:
             for path in batch:
                 try:
@@ -89,7 +89,7 @@ class GroupSync:
             self._changed.notify_all()
 
 
-def fsync_path(path: Path) -> None:
+def fsync_path(path: str) -> None:
     """Put a file, or a directory's entries, on stable storage.
 
     Raises:

@@ -7,13 +7,13 @@ name can become durable there before the data that it stands for.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from pathlib import Path
 
 from lmcache_histate.backends.disk.core import Claim, Core, Put
 from lmcache_histate.backends.disk.index import Entry
@@ -59,7 +59,7 @@ class Writer:
         payload: memoryview,
         place: Place = NOWHERE,
         valid: Callable[[], bool] = _always,
-        dirty: set[Path] | None = None,
+        dirty: set[str] | None = None,
     ) -> Put:
         """Store one object. Never raises for the disk's faults.
 
@@ -83,7 +83,7 @@ class Writer:
             if result is not None:  # None: it was being deleted, so look again
                 return Put.PRESENT if result is Put.STORED else result
         outcome = Put.FAILED
-        unsynced: set[Path] = set()
+        unsynced: set[str] = set()
         try:
             outcome = self._attempt(namespace, object_id, payload, place, valid, unsynced)
         finally:
@@ -104,7 +104,7 @@ class Writer:
         payload: memoryview,
         place: Place,
         valid: Callable[[], bool],
-        dirty: set[Path],
+        dirty: set[str],
     ) -> Put:
         health, root = self._core.health, self._core.config.root
         for attempt in (1, 2):
@@ -134,13 +134,13 @@ class Writer:
         payload: memoryview,
         place: Place,
         valid: Callable[[], bool],
-        dirty: set[Path],
+        dirty: set[str],
     ) -> Put:
         core = self._core
         charge = core.space.charge(len(payload))
         if not core.space.reserve(charge):
             return Put.FULL
-        temporary = core.scratch.folder / f"{next(self._numbers):x}"
+        temporary = f"{core.scratch.folder}/{next(self._numbers):x}"
         published = False
         try:
             if not valid():
@@ -158,34 +158,37 @@ class Writer:
             if not published:
                 self._discard(temporary, charge)
 
-    def _discard(self, temporary: Path, charge: int) -> None:
+    def _discard(self, temporary: str, charge: int) -> None:
         try:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
         except OSError:
             # It keeps its reservation, so that the limit holds; the next start removes it.
             self._core.health.count("temporary_left")
         else:
             self._core.space.release(charge)
 
-    def _publish(self, temporary: Path, entry: Entry, dirty: set[Path]) -> bool:
+    def _publish(self, temporary: str, entry: Entry, dirty: set[str]) -> bool:
         """Give a finished record its name. False if another server was first, whose copy then counts."""
         core, path = self._core, entry.namespace.path(entry.file)
         with core.space.guard():
-            if core.config.shared and path.exists():
+            if core.config.shared and os.path.exists(path):
                 core.take_in(entry)
                 return False
             try:
                 os.rename(temporary, path)
             except FileNotFoundError:
-                path.parent.mkdir(exist_ok=True)  # without parents: a namespace folder that is gone needs healing
-                dirty.add(entry.namespace.folder)
+                # Without parents: a namespace folder that is gone needs healing.
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(os.path.dirname(path))
+                dirty.add(str(entry.namespace.folder))
                 os.rename(temporary, path)
             core.space.publish(entry.charge)
             core.take_in(entry)
-        dirty.add(path if self._one_fsync else path.parent)
+        dirty.add(path if self._one_fsync else os.path.dirname(path))
         return True
 
-    def sync(self, dirty: Iterable[Path]) -> bool:
+    def sync(self, dirty: Iterable[str]) -> bool:
         """Make what `put` published durable; false (and one log line) if that failed."""
         core = self._core
         if not core.config.sync:

@@ -76,7 +76,7 @@ def test_flipped_bits_and_cut_files_are_misses(
     paths = stored_on_disk(storage, 6)
     store, damaged = store_of(storage), 0
     for entry in store.entries():
-        path = entry.namespace.path(entry.file)
+        path = Path(entry.namespace.path(entry.file))
         match rng.randrange(8):
             case 0:
                 with path.open("r+b") as file:

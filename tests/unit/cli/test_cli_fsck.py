@@ -30,7 +30,7 @@ def test_damage_is_found_then_mended(tmp_path: Path) -> None:
     namespace = store.namespace("model", (((4096,), "torch.uint8"),))
     for number in range(3):
         payload = torch.full((4096,), number, dtype=torch.uint8).numpy()
-        dirty: set[Path] = set()
+        dirty: set[str] = set()
         name = ObjectId("model", bytes([number]) * 32, 0, 0, "")
         store.put(namespace, name, memoryview(payload), NOWHERE, lambda: True, dirty)
         store.sync(dirty)

@@ -60,7 +60,7 @@ class Box:
 
     def file(self, number: int) -> Path:
         (entry,) = [e for e in self.store.entries() if e.object_id.chunk_hash == number.to_bytes(32, "big")]
-        return entry.namespace.path(entry.file)
+        return Path(entry.namespace.path(entry.file))
 
 
 def bytes_on_disk(root: Path) -> int:

@@ -226,15 +226,15 @@ def test_the_manifest_can_be_read_by_people_and_by_us(tmp_path: Path) -> None:
 
 def test_everybody_who_waits_is_served_and_told_of_errors(tmp_path: Path) -> None:
     sync = GroupSync()
-    folders = [tmp_path / str(n) for n in range(5)]
+    folders = [str(tmp_path / str(n)) for n in range(5)]
     for folder in folders:
-        folder.mkdir()
+        Path(folder).mkdir()
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda n: sync.sync(folders[: n % 6]), range(60)))
-        sync.sync([folders[0], tmp_path / "deleted since"])
+        sync.sync([folders[0], str(tmp_path / "deleted since")])
         (tmp_path / "file").touch()
         with pytest.raises(NotADirectoryError):
-            sync.sync([folders[0], tmp_path / "file" / "in a file"])
+            sync.sync([folders[0], str(tmp_path / "file" / "in a file")])
         sync.sync(folders)
 
 
