@@ -147,8 +147,13 @@ class Fleet:
         for chunk_hash, holders in zip(chunk_hashes, told, strict=True):
             said = next((held for member, held in holders if member.name == self._shared_tier), 0) & REMOTE_BITS
             there = self._on_shared_tier(name, chunk_hash)
-            if said != there:
-                self._say_later(name, chunk_hash, SharedNews(there & ~said, said & ~there))
+            if said == there:
+                continue
+            lost = said & ~there
+            self._say_later(name, chunk_hash, SharedNews(there & ~said, lost))
+            for kind in Kind:
+                if lost & held_bit(kind, Tier.REMOTE):
+                    self._lost(namespace, chunk_hash, kind, now)
 
     def hit(self, namespace: Namespace, chunk_hashes: Sequence[bytes], matched: int) -> None:
         """A request reused the first ``matched`` chunks of its prompt. O(path)."""
@@ -321,26 +326,30 @@ class Fleet:
         self.counts["shared_copies_heard_of"] += len(kinds)
 
     def _gone(self, namespace: Namespace, chunk_hash: bytes, kinds: Sequence[Kind], now: float) -> None:
-        """The shared tier lost a copy. Of the instances that still hold it, exactly one puts it back."""
-        name, tree = namespace.name, self._policy.tree
-        node = self._policy.space(name).nodes[chunk_hash]
+        """The shared tier lost copies, as another instance found. O(ranks + path)."""
+        name, tree, nodes = namespace.name, self._policy.tree, self._policy.space(namespace.name).nodes
         for kind in kinds:
-            self._policy.removed(name, tree.objects(node, kind, Tier.REMOTE), now)
-            self.counts["shared_copies_lost"] += 1
-            # The removal may have freed the node.
-            node = self._policy.space(name).nodes.get(chunk_hash, NO_NODE)
-            if node == NO_NODE:
-                return
-            here = any(tree.complete_in(node, kind, tier) for tier in self._own_tiers)
-            if (
-                here
-                and self._restore_copy is not None
-                and self._directory.elsewhere(name, chunk_hash, kind, now).ours_to_keep
-            ):
-                end = self._policy.reach.path_of(node)
-                if end != NO_NODE:
-                    self.counts["shared_copies_to_restore"] += 1
-                    self._restore_copy(namespace, tree.hashes[end], now)
+            node = nodes.get(chunk_hash, NO_NODE)  # the removal before may have freed it
+            if node != NO_NODE:
+                self._policy.removed(name, tree.objects(node, kind, Tier.REMOTE), now)
+            self._lost(namespace, chunk_hash, kind, now)
+
+    def _lost(self, namespace: Namespace, chunk_hash: bytes, kind: Kind, now: float) -> None:
+        """The shared tier lost a copy: of the instances that still hold the object, exactly one puts it back. O(path).
+
+        They all see the same holders, and the directory names one of them; when that one is gone, another.
+        """
+        self.counts["shared_copies_lost"] += 1
+        name, tree = namespace.name, self._policy.tree
+        node = self._policy.space(name).nodes.get(chunk_hash, NO_NODE)
+        if self._restore_copy is None or node == NO_NODE:
+            return
+        if not any(tree.complete_in(node, kind, tier) for tier in self._own_tiers):
+            return
+        end = self._policy.reach.path_of(node)
+        if end != NO_NODE and self._directory.elsewhere(name, chunk_hash, kind, now).ours_to_keep:
+            self.counts["shared_copies_to_restore"] += 1
+            self._restore_copy(namespace, tree.hashes[end], now)
 
     def _look_for_moved_sessions(self, now: float) -> None:
         """Sessions whose next turn another instance served lose value here. O(``HEARD_PER_ROUND``)."""
