@@ -270,7 +270,8 @@ def _working_set(
     new = reuse.prompt_tokens - reuse.kv * block
     spans = np.array(list(ends.values()), np.int64).reshape(-1, 2)
     streams = _alive(spans[:, 0], spans[:, 1], count)
-    interval = choose_interval(max(block, int(new.mean())), geometry.snapshot_tokens, block)
+    chosen = choose_interval(max(block, int(new.mean())), geometry.snapshot_tokens, block)
+    interval = -(-chosen // block) * block
     saved = np.fromiter(
         (
             len(grid(request.prompt_tokens - int(fresh), request.prompt_tokens, interval, block))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from lmcache_histate.replay.traces.model import BlockHashes
 
 EDIT_SHARE = 0.5
-"""A prompt that keeps at least this share of a stream's last prompt is an edit in that stream; one that keeps less shares
+"""A prompt that keeps more than this share of a stream's last prompt is an edit in that stream; one that keeps less shares
 a system prompt with it, and is somebody else's."""
 
 SHARED_BY = 2
@@ -33,7 +33,7 @@ class _Stream:
 class StreamFinder:
     """Assigns each prompt to a stream: the one that first sent the last block that the prompt shares with anything.
 
-    A prompt that extends the stream's last one continues it; so does one that keeps at least `EDIT_SHARE` of it (an
+    A prompt that extends the stream's last one continues it; so does one that keeps more than `EDIT_SHARE` of it (an
     edited message). Anything else starts a new stream, and a block at which `SHARED_BY` new streams left is taken for the
     end of a shared prefix: who leaves there later is always new. A prompt without whole blocks is a stream of its own.
 
@@ -57,6 +57,8 @@ class StreamFinder:
         if name is None:
             name = f"stream-{self._count}"
             self._count += 1
+            if known == len(numbers):
+                return name  # it brings no block, so nothing will ever lead back to it
             self._streams[name] = _Stream(self._owner[numbers[known - 1]] if known else None)
         stream = self._streams[name]
         stream.last_blocks = len(numbers)
@@ -71,7 +73,7 @@ class StreamFinder:
         """The stream that a prompt continues which leaves what is known after `known` blocks, the last being `leaves`."""
         left = self._left.get(leaves, 0)
         name = self._owner[leaves]
-        if left < SHARED_BY and known >= self._streams[name].last_blocks * EDIT_SHARE:
+        if left < SHARED_BY and known > self._streams[name].last_blocks * EDIT_SHARE:
             return name
         self._left[leaves] = left + 1
         return None
