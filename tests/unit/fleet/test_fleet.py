@@ -17,6 +17,7 @@ from lmcache_histate.backends.layout import ModelLayout, Namespace
 from lmcache_histate.backends.remote_copies import RemoteCopies
 from lmcache_histate.scorer.policy import CachePolicy
 from lmcache_histate.scorer.settings import PolicySettings
+from lmcache_histate.state_store.directory.encoding import unpack_member
 from lmcache_histate.state_store.directory.protocol import Change, LeaseLost, NamespaceFacts
 from lmcache_histate.state_store.directory.redis_directory import RedisDirectory
 from lmcache_histate.state_store.directory.url import parse_directory_url
@@ -143,7 +144,7 @@ def all_rounds(*instances: Instance, times: int = 3) -> None:
 def end_lease(port: int, name: str) -> None:
     """What the server does when an instance has not been heard of for a lease: its key expires."""
     server = redis.Redis(port=port)
-    leases = [key for key in server.scan_iter("*:l:*") if name.encode() in (server.get(key) or b"")]
+    leases = [key for key in server.scan_iter("*:l:*") if unpack_member(server.get(key)).name == name]
     assert len(leases) == 1
     server.delete(*leases)
 
