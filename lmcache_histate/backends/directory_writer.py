@@ -242,6 +242,7 @@ class DirectoryWriter:
                     self._tell_again.add(namespace)
         if self._clock() >= self._next_poll:
             self.directory.poll(self._clock())
+            self._note_schemas()
             self._next_poll = self._clock() + self._poll_s
         # Not all that is queued at once: the lease must be renewed in time.
         self._publish(8 * BATCH)
@@ -292,14 +293,20 @@ class DirectoryWriter:
                 registration.name,
             )
             self._name = registration.name
-        if registration.other_schemas != self._other_schemas:
-            self._other_schemas = registration.other_schemas
-            if self._other_schemas:
-                logger.warning(
-                    "HiState's directory: instances of another version (schema %s) use the same server. They and this one "
-                    "do not see each other until all run the same version of HiState",
-                    ", ".join(map(str, self._other_schemas)),
-                )
+
+    def _note_schemas(self) -> None:
+        others = self.directory.other_schemas
+        if others == self._other_schemas:
+            return
+        self._other_schemas = others
+        if others:
+            logger.warning(
+                "HiState's directory: instances of another version (schema %s) use the same server. They and this one do "
+                "not see each other until all run the same version of HiState",
+                ", ".join(map(str, others)),
+            )
+        else:
+            logger.warning("HiState's directory: all instances have the same schema version now")
 
     def _failed(self, error: DirectoryError) -> None:
         self._counts["failures"] += 1

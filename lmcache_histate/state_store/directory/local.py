@@ -36,6 +36,7 @@ class LocalDirectory(ViewReader):
     """
 
     lease_s = math.inf
+    other_schemas = ()
 
     def __init__(self, name: str, address: str = "", shared_tier: str = "", max_records: int = 1_000_000) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class LocalDirectory(ViewReader):
         view.own_tier = self._members[_SELF].member.shared_tier
         view.set_members(self._members, int(now * 1000), now)
         self._views[namespace] = view
-        return Registration(self._members[_SELF].member.name, False, ())
+        return Registration(self._members[_SELF].member.name, False)
 
     def publish(self, namespace: str, changes: Sequence[Change], now: float) -> None:
         """See `Directory.publish`. O(changes)."""

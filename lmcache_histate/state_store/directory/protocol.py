@@ -283,12 +283,10 @@ class Registration(NamedTuple):
     Attributes:
         name: the name it goes by: the one asked for, or one with a suffix if that belongs to a newer instance.
         displaced: a lease of the same name, of another process, was still good and is void now.
-        other_schemas: schema versions of other instances in the same server, which cannot be seen.
     """
 
     name: str
     displaced: bool
-    other_schemas: tuple[int, ...]
 
 
 class Directory(Protocol):
@@ -306,6 +304,8 @@ class Directory(Protocol):
     """Seconds after which an instance that was not heard of counts as gone."""
     remote_is_shared: bool
     """Whether the remote tier of this instance is a shared one; see `ChunkHeld.held`."""
+    other_schemas: tuple[int, ...]
+    """Schema versions of instances that use the same server and cannot be seen, as of the last look."""
 
     # May wait for a server
 

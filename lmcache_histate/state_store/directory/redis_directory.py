@@ -128,7 +128,6 @@ class RedisDirectory(ViewReader):
         self._facts: dict[str, NamespaceFacts] = {}
         self._announced_at = -math.inf
         self.other_schemas: tuple[int, ...] = ()
-        """Schema versions of other instances in the same server, as of the last look."""
 
     @property
     def name(self) -> str:
@@ -155,7 +154,7 @@ class RedisDirectory(ViewReader):
         seat.registered_before = True
         seat.tier_number = tier.decode()
         seat.view.own_numbers = frozenset({seat.number or 0})
-        return Registration(self._member.name, bool(displaced), self.other_schemas)
+        return Registration(self._member.name, bool(displaced))
 
     def _seat(self, namespace: str, facts: NamespaceFacts) -> _Seat:
         seat = self._seats.get(namespace)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "unit" / "directory")]
 
 from fleet_box import Instance
 

@@ -155,7 +155,7 @@ def test_an_instance_that_lost_its_lease_comes_back_under_its_name(server: Redis
     end_lease(server, a)
     with pytest.raises(LeaseLost):
         a.poll(0.0)
-    assert a.register(SPACE, FACTS, 0.0) == ("a", False, ())
+    assert a.register(SPACE, FACTS, 0.0) == ("a", False)
 
 
 def test_a_batch_is_applied_once_and_in_order(server: RedisServer) -> None:
@@ -298,10 +298,14 @@ def test_another_schema_is_told_apart_and_named(server: RedisServer) -> None:
         # What instances of that version would leave: same words, other bytes.
         client.hset(f"histate:{other}:{PREFIX.rpartition(':')[2]}:c:0", CHUNK + chunk_hash(0), b"?")
     a = RedisDirectory(parse_directory_url(server.url), "a", lease_s=600.0)
-    assert a.register(SPACE, FACTS, 0.0).other_schemas == (other,)
+    a.register(SPACE, FACTS, 0.0)
+    assert a.other_schemas == (other,)
     with server.client() as client:
         client.delete(f"histate:schema:{other}")
-    assert instance(server.url, "b").other_schemas == ()
+    a.poll(200.0)
+    assert a.other_schemas == (other,), "it looks once in half a lease"
+    a.poll(301.0)
+    assert a.other_schemas == ()
 
 
 def test_foreign_records_in_our_keys_are_left_out_and_overwritten(server: RedisServer) -> None:

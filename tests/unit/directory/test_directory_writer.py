@@ -32,6 +32,7 @@ class Troubled(LocalDirectory):
     """A directory that raises what it is told to, or waits."""
 
     lease_s = 2.0
+    other_schemas: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         super().__init__("a")
@@ -42,7 +43,7 @@ class Troubled(LocalDirectory):
         self.published: list[list[Change]] = []
         self.registrations = 0
         self.withdrawn = 0
-        self.answer = Registration("a", False, ())
+        self.answer = Registration("a", False)
 
     def _meet(self) -> None:
         self.gate.wait(60.0)
@@ -187,7 +188,8 @@ def test_a_lost_name_and_another_schema_are_said_once(
         monkeypatch.setattr(
             f"lmcache_histate.backends.directory_writer.logger.{level}", lambda text, *parts: lines.append(text % parts)
         )
-    directory.answer = Registration("a~12", False, (7,))
+    directory.answer = Registration("a~12", False)
+    directory.other_schemas = (7,)
     writer.start()
     until(lambda: directory.registrations == 1)
     directory.once = [LeaseLost("gone")]
