@@ -96,7 +96,7 @@ class TraceBuilder:
 
         Args:
             stream: Key of the stream; a new one starts here.
-            arrival_s: Seconds; an earlier time than the stream's last request counts as that.
+            arrival_s: Seconds; an earlier time than that of the stream's last request, or of `after`, counts as that.
             prompt_tokens: Length of the prompt.
             output_tokens: Length of the answer.
             hashes: Of all whole blocks of the prompt; hashes behind `prompt_tokens` are cut off.
@@ -113,7 +113,10 @@ class TraceBuilder:
         known = self._streams.get(stream)
         if known is None:
             run = _Run(hashes)
-            start = self._answered(after) if after is not None else arrival_s
+            start = arrival_s
+            if after is not None:
+                arrival_s = max(arrival_s, self._drafts[after].arrival_s)
+                start = self._answered(after)
             known = _OpenStream(session or stream, after, arrival_s, run, arrival_s, start)
             self._streams[stream] = known
         else:

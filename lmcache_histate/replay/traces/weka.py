@@ -60,6 +60,7 @@ def read_weka(source: Source, name: str, limit: int | None = None) -> TraceBuild
     decoder = msgspec.json.Decoder(_Session)
     builder: TraceBuilder | None = None
     sessions = 0
+    keys: set[str] = set()
     for path in source.paths:
         for number, document in _documents(source, path):
             try:
@@ -75,6 +76,9 @@ def read_weka(source: Source, name: str, limit: int | None = None) -> TraceBuild
                     "before; read them as separate traces"
                 )
             key = session.id or f"{path.name}:{number}"
+            if key in keys:
+                key = f"{key}#{sessions}"  # another recording of the same name
+            keys.add(key)
             _add_session(builder, session, key, sessions * SESSION_GAP_S, limit)
             sessions += 1
             if limit is not None and len(builder) >= limit:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trace_files import make_trace, write_lines
 from typer.testing import CliRunner
@@ -64,6 +64,7 @@ def test_the_working_set_is_what_a_later_request_still_needs() -> None:
     assert need.interval_tokens % BLOCK == 0
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 1), max_size=8)), min_size=1, max_size=15))
 def test_the_working_set_agrees_with_counting(prompts: list[tuple[str, list[int]]]) -> None:
     need = analyze(make_trace(prompts, BLOCK), GEOMETRY).working_set

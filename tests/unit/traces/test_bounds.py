@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trace_files import make_trace
 
@@ -27,6 +27,7 @@ def common(one: list[int], other: list[int]) -> int:
     return count
 
 
+@settings(deadline=None, max_examples=60)
 @given(PROMPTS)
 def test_bounds_agree_with_a_search_of_all_earlier_prompts(prompts: list[tuple[str, list[int]]]) -> None:
     reuse = measure_reuse(make_trace(prompts, BLOCK), grids_tokens=(300,))

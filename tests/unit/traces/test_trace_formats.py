@@ -59,6 +59,21 @@ def test_weka_documents_may_stand_on_lines_or_be_indented(tmp_path: Path) -> Non
     assert [r.stream for r in trace.requests] == ["a", "b", "c"]
 
 
+def test_weka_sessions_of_one_name_are_kept_apart(tmp_path: Path) -> None:
+    session = weka_session("a", [weka_request(0.0, 128, 1, [1, 2])])
+    trace = load_trace(write_lines(tmp_path / "lines.jsonl", [session, session]))
+    assert len(trace.streams) == 2
+    assert shared(trace, 0, 1) == 0
+
+
+def test_a_sub_agent_never_comes_before_what_starts_it(tmp_path: Path) -> None:
+    agent = {"t": 5.0, "type": "subagent", "duration_ms": 1e6, "requests": [weka_request(0.0, 64, 1, [9])]}
+    requests = [weka_request(0.0, 64, 1, [1]), weka_request(3.0, 128, 1, [1, 2]), agent]
+    trace = load_trace(write_lines(tmp_path / "one.json", [weka_session("a", requests)]))
+    assert [r.stream for r in trace.requests] == ["a", "a", "a/1"]
+    assert trace.streams["a/1"].after == 1
+
+
 def test_mooncake_streams_are_found_and_the_broken_last_block_is_dropped(tmp_path: Path) -> None:
     lines = [
         {"timestamp": 0, "input_length": 1100, "output_length": 50, "hash_ids": [0, 1, 2]},

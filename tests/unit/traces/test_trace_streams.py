@@ -24,12 +24,14 @@ def reference_hashes(prompts: list[tuple[str, list[int]]]) -> list[list[int]]:
     return [mixed(np.array(row, np.uint64)).tolist() for row in numbers]
 
 
+@settings(deadline=None, max_examples=60)
 @given(PROMPTS)
 def test_sharing_arrays_changes_no_prompt(prompts: list[tuple[str, list[int]]]) -> None:
     trace = make_trace(prompts)
     assert [request.hashes.tolist() for request in trace.requests] == reference_hashes(prompts)
 
 
+@settings(deadline=None, max_examples=60)
 @given(PROMPTS, st.integers(1, 4))
 def test_coarser_blocks_are_the_last_ones_of_each_group(prompts: list[tuple[str, list[int]]], blocks: int) -> None:
     fine = make_trace(prompts)
@@ -40,6 +42,7 @@ def test_coarser_blocks_are_the_last_ones_of_each_group(prompts: list[tuple[str,
     ]
 
 
+@settings(deadline=None, max_examples=60)
 @given(PROMPTS)
 def test_numbers_of_blocks_are_equal_where_hashes_are(prompts: list[tuple[str, list[int]]]) -> None:
     trace = make_trace(prompts)
@@ -97,7 +100,7 @@ def test_streams_of_short_prompts_do_not_swallow_what_shares_a_system_prompt() -
     assert len(set(streams_of([[0], [0, 1], [0, 2], [0], [0, 3], [0, 4]]))) == 5
 
 
-@settings(max_examples=60)
+@settings(deadline=None, max_examples=60)
 @given(st.lists(PATHS, max_size=40), st.integers(1, 12))
 def test_forgetting_keeps_to_the_limit_and_to_whole_prefixes(paths: list[list[int]], limit: int) -> None:
     finder = StreamFinder(limit)
