@@ -275,7 +275,8 @@ class Sweep:
                     while waiting or running:
                         while waiting and len(running) < workers:
                             point = waiting[0]
-                            future = pool.submit(_simulate_point, point, self._settings, self.file(point))
+                            with _interrupts_held_back():  # a process that is started here never sees Ctrl-C
+                                future = pool.submit(_simulate_point, point, self._settings, self.file(point))
                             running[future] = waiting.popleft()
                         finished, _ = wait(running, return_when=FIRST_COMPLETED)
                         for future in finished:
@@ -315,13 +316,22 @@ def _pool(workers: int, source: TraceSource) -> Iterator[ProcessPoolExecutor]:
     pool.shutdown()
 
 
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Block SIGINT; processes that are started meanwhile inherit that for good."""
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+
 _trace: Trace | None = None
 """The trace of a worker process."""
 
 
 def _begin_worker(source: TraceSource) -> None:
     global _trace
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _trace = source.load()
 
