@@ -86,7 +86,7 @@ def with_connector(
     return replace(settings, kv_transfer=transfer)
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
     """Wait for what the server does on its own."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -146,5 +146,5 @@ def find_histate(value: Any) -> dict[str, Any]:
 
 def generate(engine: EngineProcess, prompt: list[int], count: int = 8) -> Completion:
     """One request alone; vLLM's own prefix cache is emptied first, so that hits are the connector's."""
-    assert eventually(engine.reset_prefix_cache, 10.0)
+    assert eventually(engine.reset_prefix_cache)
     return engine.generate([prompt], count, logprobs=LOGPROBS)[0]
