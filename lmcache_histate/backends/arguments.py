@@ -103,7 +103,11 @@ def disk_adapter_spec(config: Config) -> dict[str, Any]:
         "module_path": "lmcache_histate.backends.disk.adapter",
         "class_name": "HiStateDiskAdapter",
         "config_class_name": "HiStateDiskConfig",
-        "adapter_params": {"base_path": config.local_disk, "max_capacity_gb": config.max_local_disk_size},
+        "adapter_params": {
+            "base_path": config.local_disk,
+            "max_capacity_gb": config.max_local_disk_size,
+            **({"shared": True} if config.histate.local_disk_shared else {}),
+        },
     }
 
 

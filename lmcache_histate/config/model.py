@@ -155,6 +155,12 @@ class HiStateSettings(_Settings):
         description="Move historical snapshots from CPU memory to local_disk. false keeps every snapshot in CPU "
         "memory. Without local_disk it has no effect.",
     )
+    local_disk_shared: Flag = Field(
+        default=False,
+        description="Several servers on this machine use the folder local_disk at the same time, within one "
+        "max_local_disk_size; all of them must say so. false: the folder is this server's alone, and a second one is "
+        "refused.",
+    )
     write_through: Flag = Field(
         default=False,
         description="Also write KV and final snapshots to local_disk when they are stored, so that a crash of the "

@@ -154,7 +154,14 @@ class EngineProcess:
         }
         return self.facts
 
-    def submit(self, prompt: Sequence[int], max_tokens: int, logprobs: int = 0, request_id: str | None = None) -> str:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        logprobs: int = 0,
+        request_id: str | None = None,
+        cache_salt: str = "",
+    ) -> str:
         """Send a request (greedy) and return at once.
 
         Args:
@@ -162,6 +169,7 @@ class EngineProcess:
             max_tokens: Output tokens; there are never fewer.
             logprobs: Most likely tokens to report for each output token.
             request_id: Its name; made up if None.
+            cache_salt: The tenant; requests of different tenants share no cache.
 
         Returns:
             The name.
@@ -169,7 +177,7 @@ class EngineProcess:
         self._number += 1
         name = request_id or f"request-{self._number}"
         command = {"op": "submit", "id": name, "prompt": list(prompt), "max_tokens": max_tokens, "logprobs": logprobs}
-        self._send(command)
+        self._send(command | ({"cache_salt": cache_salt} if cache_salt else {}))
         return name
 
     def next_completion(self) -> tuple[str, Completion]:

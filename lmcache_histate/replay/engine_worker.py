@@ -116,7 +116,10 @@ class Worker:
             output_kind=self._cumulative,
         )
         self._requests[command["id"]] = {"received": received, "first": None}
-        internal = self.engine.add_request(command["id"], {"prompt_token_ids": command["prompt"]}, params)
+        prompt = {"prompt_token_ids": command["prompt"]}
+        if "cache_salt" in command:
+            prompt["cache_salt"] = command["cache_salt"]
+        internal = self.engine.add_request(command["id"], prompt, params)
         self._requests[command["id"]]["internal"] = internal
 
     def _step(self) -> None:

@@ -58,7 +58,8 @@ class FolderLock:
                 raise
             raise FolderInUseError(
                 f"{self._root} is in use by {holder}. Give every server its own folder, or declare this one shared "
-                f'("shared": true in adapter_params) on every server that uses it.'
+                f'on every server that uses it (histate.local_disk_shared: true; "shared": true in adapter_params where '
+                "the disk tier is used alone)."
             ) from None
         note = f"{'shared, last opened by ' if self._shared else ''}pid {os.getpid()} on {socket.gethostname()}\n"
         with contextlib.suppress(OSError):  # the text only helps a human; the lock is what counts
