@@ -147,6 +147,13 @@ class Catalogue:
         """Remember a row soon. Never blocks on the disk."""
         self._enqueue(namespace, file, row)
 
+    def put_all(self, rows: Iterable[tuple[str, str, Row]]) -> None:
+        """Remember many rows soon: as `put` for each, at a fraction of its price."""
+        with self._wake:
+            room = _MAX_PENDING - len(self._pending)
+            self._pending.update(((namespace, file), row) for namespace, file, row in itertools.islice(rows, room))
+            self._wake.notify_all()
+
     def drop(self, namespace: str, file: str) -> None:
         """Forget a row soon. Never blocks on the disk."""
         self._enqueue(namespace, file, None)
@@ -222,8 +229,7 @@ class Catalogue:
                 self._failed = False
         if damaged:
             self.reset()
-            for namespace, file, row in self._everything():
-                self._enqueue(namespace, file, row)
+            self.put_all(self._everything())
         return True
 
     def reset(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -62,8 +61,9 @@ class Reader:
         for namespace in candidates:
             with contextlib.suppress(OSError, RecordError):
                 path = namespace.path(file)
-                header = decode_header(read_header_block(path))
-                verify_header(header, namespace.name, file, os.stat(path).st_size)
+                block, size = read_header_block(path)
+                header = decode_header(block)
+                verify_header(header, namespace.name, file, size)
                 charge = core.space.charge(header.payload_bytes)
                 stored = header.stored_at
                 entry = Entry(namespace, object_id, header.payload_bytes, charge, stored, time.time(), header.place)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,6 @@ from lmcache_histate.backends.disk.record import (
 logger = logging.getLogger(__name__)
 
 _THREADS = 4  # enough to keep the disk's queue filled; more only fight for the interpreter
-_CHUNK = 256
 
 
 @dataclass
@@ -72,38 +71,53 @@ def scan(root: Path, catalogue: Catalogue | None, now: float) -> Recovered:
 def _scan_namespace(
     folder: Path, catalogue: Catalogue | None, now: float, pool: ThreadPoolExecutor, found: Recovered
 ) -> None:
-    files = dict(_list_files(folder))
-    namespace = namespaces.load(folder) or _adopt(folder, files)
+    shards = list(_shards(folder))
+    namespace = namespaces.load(folder) or _adopt(folder, shards)
     if namespace is None:
         return
     rows = found.rows.setdefault(namespace, {})
     known = dict(catalogue.rows(namespace.name, namespace.model)) if catalogue is not None else {}
-    strangers: list[tuple[str, int]] = []
-    for file, size in files.items():
-        row = known.pop(file, None)
-        if row is not None and size == record_bytes(row.payload_bytes) and file_name(row.object_id) == file:
-            rows[file] = row._replace(last_access=min(row.last_access, now), stored_at=min(row.stored_at, now))
-        else:
-            strangers.append((file, size))
-    found.vanished.extend((namespace.name, file) for file in known)
-    chunks = [strangers[at : at + _CHUNK] for at in range(0, len(strangers), _CHUNK)]
-    for checked in pool.map(lambda chunk: [(file, *_check(namespace, file, size)) for file, size in chunk], chunks):
-        for file, header, why in checked:
-            if header is None:
-                found.bad.append((Path(namespace.path(file)), why))
-                continue
-            stored = min(header.stored_at, now)
-            rows[file] = Row(header.object_id, header.payload_bytes, stored, stored, header.place)
-            found.from_headers.append((namespace, file))
+    for shard in pool.map(lambda name: _scan_shard(namespace, name, known, now), shards):
+        rows.update(shard.known)
+        rows.update(shard.from_headers)
+        found.from_headers.extend((namespace, file) for file in shard.from_headers)
+        found.bad.extend((Path(namespace.path(file)), why) for file, why in shard.bad.items())
+    found.vanished.extend((namespace.name, file) for file in known.keys() - rows.keys())
 
 
-def _check(namespace: Namespace, file: str, size: int) -> tuple[Header | None, str]:
-    try:
-        header = decode_header(read_header_block(f"{namespace.folder}/{file[:2]}/{file}"))
-        verify_header(header, namespace.name, file, size)
-    except (RecordError, OSError) as e:
-        return None, str(e)
-    return header, ""
+@dataclass
+class _Shard:
+    """What one shard folder holds, by file name."""
+
+    known: dict[str, Row] = field(default_factory=dict)
+    from_headers: dict[str, Row] = field(default_factory=dict)
+    bad: dict[str, str] = field(default_factory=dict)
+
+
+def _scan_shard(namespace: Namespace, shard: str, known: Mapping[str, Row], now: float) -> _Shard:
+    """List a shard, and read the headers of what the catalogue does not know, or not of this length."""
+    found = _Shard()
+    for entry in _records(namespace.folder, shard):
+        file = entry.name
+        row = known.get(file)
+        try:
+            if row is not None:
+                size = entry.stat(follow_symlinks=False).st_size
+                if size == record_bytes(row.payload_bytes) and file_name(row.object_id) == file:
+                    last_access, stored_at = min(row.last_access, now), min(row.stored_at, now)
+                    found.known[file] = row._replace(last_access=last_access, stored_at=stored_at)
+                    continue
+            block, size = read_header_block(entry.path)
+            header = decode_header(block)
+            verify_header(header, namespace.name, file, size)
+        except FileNotFoundError:
+            continue
+        except (RecordError, OSError) as e:
+            found.bad[file] = str(e)
+            continue
+        stored = min(header.stored_at, now)
+        found.from_headers[file] = Row(header.object_id, header.payload_bytes, stored, stored, header.place)
+    return found
 
 
 def verify_header(header: Header, namespace: str, file: str, size: int) -> None:
@@ -123,15 +137,18 @@ def verify_header(header: Header, namespace: str, file: str, size: int) -> None:
         raise RecordError(f"the file has {size} bytes, its header promises {record_bytes(header.payload_bytes)}")
 
 
-def _list_files(folder: Path) -> Iterator[tuple[str, int]]:
-    """Name and length of every record file in a namespace folder."""
-    for shard in _entries(folder):
-        if len(shard.name) != 2 or not shard.is_dir(follow_symlinks=False):
-            continue
-        for entry in _entries(Path(shard.path)):
-            if entry.name.endswith(SUFFIX) and entry.name.startswith(shard.name):
-                with contextlib.suppress(FileNotFoundError):
-                    yield entry.name, entry.stat(follow_symlinks=False).st_size
+def _shards(folder: Path) -> Iterator[str]:
+    """Names of a namespace's shard folders."""
+    for entry in _entries(folder):
+        if len(entry.name) == 2 and entry.is_dir(follow_symlinks=False):
+            yield entry.name
+
+
+def _records(folder: Path, shard: str) -> Iterator[os.DirEntry[str]]:
+    """Record files in a shard of a namespace's folder."""
+    for entry in _entries(folder / shard):
+        if entry.name.endswith(SUFFIX) and entry.name.startswith(shard):
+            yield entry
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
@@ -140,11 +157,11 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
     return []
 
 
-def _adopt(folder: Path, files: dict[str, int]) -> Namespace | None:
+def _adopt(folder: Path, shards: Iterable[str]) -> Namespace | None:
     """The namespace of a folder whose manifest is lost: any of its records knows the model."""
-    for file in files:
+    for entry in (entry for shard in shards for entry in _records(folder, shard)):
         with contextlib.suppress(RecordError, OSError):
-            header = decode_header(read_header_block(folder / file[:2] / file))
+            header = decode_header(read_header_block(entry.path)[0])
             if header.namespace == folder.name:
                 logger.warning("the manifest of %s is lost: it is written anew, without the layout", folder)
                 with contextlib.suppress(OSError):
@@ -163,5 +180,8 @@ def count_bytes(root: Path, block: int, charge_of: Callable[[int], int], namespa
     """
     total = 0
     for folder in namespaces.folders(root):
-        total += namespace_bytes + sum(charge_of(padded(size, block)) for _, size in _list_files(folder))
+        total += namespace_bytes
+        for entry in (entry for shard in _shards(folder) for entry in _records(folder, shard)):
+            with contextlib.suppress(FileNotFoundError):
+                total += charge_of(padded(entry.stat(follow_symlinks=False).st_size, block))
     return total

@@ -238,8 +238,7 @@ class DiskStore:
                     used += charge
                     core.index.add(Entry(namespace, row.object_id, row.payload_bytes, charge, *row[2:], file))
             core.space.recount(used, dead)
-        for namespace, file in found.from_headers:
-            core.catalogue.put(namespace.name, file, found.rows[namespace][file])
+        core.catalogue.put_all((space.name, file, found.rows[space][file]) for space, file in found.from_headers)
         for name, file in found.vanished:
             core.catalogue.drop(name, file)
         counts = {
@@ -279,8 +278,7 @@ class DiskStore:
             removed = self._forget(lost)
             if not (root / FILE).exists():
                 core.catalogue.reset()
-                for row in core.all_rows():
-                    core.catalogue.put(*row)
+                core.catalogue.put_all(core.all_rows())
         core.health.well("folder")
         core.health.notice(
             "deleted_underneath", f"{root} was deleted in use: made anew, {len(removed)} objects are lost"
