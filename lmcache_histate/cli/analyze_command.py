@@ -90,7 +90,8 @@ def analyze_command(
     trace, result = _measure(log, geometry, limit, bad_lines, quiet=as_json)
     folder = configured.local_disk if configured and configured.local_disk else FOLDER
     settings = advise(result, geometry, budget, folder)
-    text = to_yaml(settings, f"From {len(trace.requests):,} requests of {trace.name}, for {model}.")
+    whose = model if None in (kv_bytes, snapshot_bytes) else "a model of these sizes"
+    text = to_yaml(settings, f"From {len(trace.requests):,} requests of {trace.name}, for {whose}.")
     if save is not None:
         save.write_text(text, encoding="utf-8")
     if as_json:

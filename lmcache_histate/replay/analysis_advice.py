@@ -74,7 +74,7 @@ def advise(
             f"does not fit CPU memory {gib(overflow)}; a tenth more for what is on its way out. Snapshots are written at "
             f"up to {gib(writes)} a day; histate.max_disk_writes_per_day limits it.",
         ),
-        _interval(analysis),
+        *([_interval(analysis)] if geometry.snapshot_bytes else []),
         Setting("histate.tau", "auto", _gaps(analysis)),
     ]  # fmt: skip
 
