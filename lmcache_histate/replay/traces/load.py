@@ -71,7 +71,8 @@ def load_trace(
     if any(str(name).startswith(BUILTIN) for name in names):
         if len(names) > 1:
             raise TraceError("a built-in workload is a trace by itself: name it alone")
-        return generate_trace(builtin_spec(str(names[0]).removeprefix(BUILTIN)), limit=limit)
+        name = str(names[0])
+        return generate_trace(builtin_spec(name.removeprefix(BUILTIN)), name=name, limit=limit)
     files = find_files(names)
     formats = {path: found for path in files if (found := detect_format(path))}
     if not formats:

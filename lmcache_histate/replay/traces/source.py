@@ -90,10 +90,6 @@ class Source:
             if self.on_progress is not None:
                 self.on_progress(path.stat().st_size - seen)
 
-    def whole(self, path: Path) -> bytes:
-        """Everything in a file, unpacked."""
-        return b"".join(line for _, line in self.lines(path))
-
 
 def find_files(paths: Sequence[str | Path]) -> list[Path]:
     """The files that are meant by files and folders; of a folder, those with a name of `SUFFIXES`, by name.

@@ -140,7 +140,7 @@ def test_every_stream_starts_after_what_starts_it(agents: Trace) -> None:
 def test_names_on_the_command_line() -> None:
     assert builtin_spec("agents,seed=3,sessions=20") == AgentSpec(seed=3, sessions=20)
     assert builtin_spec("rewriting-2.5") == RewritingSpec(share=0.025)
-    assert load_trace("builtin:agents,sessions=2", limit=7).name == "builtin:agents"
+    assert load_trace("builtin:agents,sessions=2", limit=7).name == "builtin:agents,sessions=2"
     assert len(load_trace("builtin:agents,sessions=2", limit=7).requests) == 7
     for name, message in (
         ("builtin:agent", "there are only builtin:agents"),
