@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -214,3 +215,14 @@ def test_plain_lines_without_a_session_are_assigned_by_their_prompts(tmp_path: P
 def test_formats_are_detected_by_content(tmp_path: Path, line: object, name: str) -> None:
     assert detect_format(write_lines(tmp_path / "any.txt", [line])) == name
     assert detect_format(write_lines(tmp_path / "packed.gz", [line])) == name
+
+
+@pytest.mark.skipif(not os.environ.get("TEST_TRACES"), reason="TEST_TRACES names no folder of traces")
+def test_the_public_traces_are_read_whole() -> None:
+    folder = Path(os.environ["TEST_TRACES"])
+    bad: list[str] = []
+    mooncake = load_trace(folder / "mooncake", on_bad_line=bad.append)
+    tracelab = load_trace(folder / "tracelab", on_bad_line=bad.append)
+    assert (len(mooncake.requests), len(tracelab.requests), bad) == (12_031, 38, [])
+    assert len(tracelab.streams) == 4
+    assert 5_000 < len(mooncake.streams) < 10_000
