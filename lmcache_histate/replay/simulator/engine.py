@@ -22,6 +22,7 @@ from lmcache_histate.replay.results import RequestResult, TierSample
 from lmcache_histate.replay.simulator.gpu_pool import BlockPool
 from lmcache_histate.replay.simulator.hardware import StepTimes
 from lmcache_histate.replay.simulator.ledger import Ledger
+from lmcache_histate.replay.simulator.objects import KV, SNAPSHOT
 from lmcache_histate.replay.simulator.policies.base import Capture, Tiers
 from lmcache_histate.replay.simulator.prompts import Prompt
 
@@ -57,7 +58,7 @@ class Active:
     shared: list[int] = field(default_factory=list)
     """Cached blocks of KV that it uses."""
     own: int = 0
-    """Other blocks that it holds, the running state's among them."""
+    """Other blocks of KV that it holds."""
     stored: int = 0
     """Blocks of its path that are cached or were offered."""
     chunk: int = 0
@@ -81,7 +82,7 @@ class Engine:
         ledger: What the run is judged by.
         answered: Called when an answer is complete; sends what follows.
         sample_every: The tiers are looked at each time that so many more requests are finished.
-        cuts_steps: Whether stops cut steps; only a bound takes snapshots for nothing.
+        cuts_steps: Whether stops cut steps. False for bounds, which take snapshots anywhere for nothing.
     """
 
     def __init__(
@@ -157,10 +158,10 @@ class Engine:
                 self._capture.stepped(self.now, 0)
                 self.now = self._events[0][0]
             elif self._waiting:
-                head = self._waiting[0]
+                head, blocks = self._waiting[0], self._blocks_for(self._waiting[0])
                 raise StuckError(
-                    f"request {head.prompt.index} of stream {head.prompt.stream} needs {self._blocks_for(head)} blocks of GPU "
-                    f"memory for its {head.num_prompt_tokens:,} tokens and answer; the pool has {self._pool.blocks}. "
+                    f"request {head.prompt.index} of stream {head.prompt.stream} needs {blocks} blocks of GPU memory and a "
+                    f"state's for its {head.num_prompt_tokens:,} tokens and answer; the pool has {self._pool.blocks}. "
                     "Give the GPU more memory, or leave the request out."
                 )
             else:
@@ -200,15 +201,15 @@ class Engine:
 
     def _blocks_for(self, active: Active) -> int:
         tokens = active.num_prompt_tokens + active.prompt.output_tokens
-        return -(-tokens // self._block) + self._pool.state_blocks
+        return -(-tokens // self._block)
 
     def _admit(self, active: Active) -> bool:
         """Look a request's prefix up and give it its blocks; False if they cannot be had now. O(path)."""
         pool, prompt = self._pool, active.prompt
         path = active.path[: prompt.boundary]
         local_kv, local = pool.match(path)
-        needed = self._blocks_for(active)
-        if needed - local > pool.obtainable - pool.queued_among(path[:local]):
+        own = self._blocks_for(active) - local
+        if not pool.fits(path[:local], own):
             return False
         now = self.now
         below = self._tiers.lookup(prompt, path, now)
@@ -219,7 +220,7 @@ class Engine:
         if local:
             pool.touch_state(path[local - 1])
         active.shared = path[:local]
-        active.own = needed - local
+        active.own = own
         pool.take(active.shared, active.own)
         active.stored = resumed
         active.num_computed_tokens = resumed * self._block
@@ -373,7 +374,7 @@ class Engine:
         self.samples.append(
             TierSample(
                 self.now,
-                {"gpu": float(pool.kv_blocks), **held.kv},
-                {"gpu": float(pool.states * pool.state_blocks), **held.snapshots},
+                {"gpu": float(pool.cached[KV]), **held.kv},
+                {"gpu": float(pool.cached[SNAPSHOT] * pool.state_blocks), **held.snapshots},
             )
         )

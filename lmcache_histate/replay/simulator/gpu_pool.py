@@ -1,40 +1,59 @@
-"""vLLM's block pool: KV blocks and recurrent states in one pool, what no request uses in a queue, least recent first.
+"""The GPU's block pool: KV blocks and recurrent states, what no request uses in a queue, least recent first.
 
-One block is the KV of one block of tokens; a state takes as many blocks as its bytes need (vLLM pads the layers of all
-groups to one page size, so a group of recurrent layers takes a block each). Blocks return to the queue when their
-request ends, its tail first; a state does as soon as its request has moved on.
+vLLM has one pool for both: a block is the KV of one block of tokens, and a state takes as many blocks as its bytes need
+(vLLM pads the layers of all groups to one page size, so a group of recurrent layers takes a block each). Blocks return to
+the queue when their request ends, its tail first; a state does as soon as its request has moved on. SGLang splits the
+memory into a pool of KV and a pool of states, each with a queue of its own.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from lmcache_histate.replay.simulator.objects import SNAPSHOT, kind_of, kv_key, snapshot_key
+from lmcache_histate.replay.simulator.objects import KV, SNAPSHOT, kind_of, kv_key, snapshot_key
+
+
+@dataclass(slots=True)
+class _Memory:
+    """One pool of blocks."""
+
+    free: int
+    """Blocks that hold nothing."""
+    queued: int = 0
+    """Blocks of cached objects that no request uses."""
+    queue: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    """Those objects, least recent first."""
+
+    @property
+    def obtainable(self) -> int:
+        return self.free + self.queued
 
 
 class BlockPool:
     """The pool of one GPU. Sizes are in blocks.
 
     Args:
-        blocks: Its size.
+        blocks: Its size, or that of its KV half.
         state_blocks: Blocks of one recurrent state.
         evicted: Called with the key of what was let go of, once it is out.
+        state_pool: Blocks of a pool of states alone; None for one pool of both.
     """
 
-    def __init__(self, blocks: int, state_blocks: int, evicted: Callable[[int], None]) -> None:
-        self.blocks = blocks
+    def __init__(
+        self, blocks: int, state_blocks: int, evicted: Callable[[int], None], state_pool: int | None = None
+    ) -> None:
         self.state_blocks = state_blocks
         self._evicted = evicted
+        kv = _Memory(blocks)
+        self._memory = (kv, kv if state_pool is None else _Memory(state_pool))
+        self._size = (1, state_blocks)
         self._users: dict[int, int] = {}
-        """Requests that use a block, of every cached object; 0 for those in the queue."""
-        self._queue: OrderedDict[int, None] = OrderedDict()
-        self._queued = 0
-        self._free = blocks
-        self.kv_blocks = 0
-        """Cached blocks of KV."""
-        self.states = 0
-        """Cached states."""
+        """Requests that use it, of every cached object; 0 for those in a queue."""
+        self.blocks = blocks + (state_pool or 0)
+        self.cached = [0, 0]
+        """Cached objects, by kind."""
 
     def match(self, path: Sequence[int]) -> tuple[int, int]:
         """Leading blocks of `path` whose KV is here, and blocks up to the last state among them. O(path)."""
@@ -53,34 +72,41 @@ class BlockPool:
         """Whether an object is cached here. O(1)."""
         return key in self._users
 
-    @property
-    def obtainable(self) -> int:
-        """Blocks that a request could get: free, or cached and unused."""
-        return self._free + self._queued
-
-    def queued_among(self, path: Sequence[int]) -> int:
-        """How many blocks of KV of `path`, all cached, no request uses. O(path)."""
+    def fits(self, path: Sequence[int], blocks: int) -> bool:
+        """Whether a request can have `blocks` blocks and a state of its own, beside the cached KV of `path`. O(path)."""
+        kv, states = self._memory
         users = self._users
-        return sum(not users[2 * node] for node in path)
+        if kv is states:
+            blocks += self.state_blocks
+        elif states.obtainable < self.state_blocks:
+            return False
+        if blocks > kv.obtainable:
+            return False
+        return blocks <= kv.obtainable - sum(not users[2 * node] for node in path)
 
     def take(self, path: Sequence[int], blocks: int) -> None:
-        """A request begins: it uses the cached KV of `path` and gets `blocks` blocks of its own.
-
-        Only if `obtainable` holds them. O(path + evicted).
-        """
-        users = self._users
+        """A request begins, for which `fits`: it uses the cached KV of `path` and gets the rest. O(path + evicted)."""
+        users, kv = self._users, self._memory[KV]
         for node in path:
             key = kv_key(node)
             if not users[key]:
-                del self._queue[key]
-                self._queued -= 1
+                del kv.queue[key]
+                kv.queued -= 1
             users[key] += 1
-        self._make_free(blocks)
-        self._free -= blocks
+        self._allot(KV, blocks)
+        self._allot(SNAPSHOT, self.state_blocks)
 
-    def touch_state(self, node: int) -> None:
-        """A request resumes from the state at `node`, which is used most recently now. O(1)."""
-        self._queue.move_to_end(snapshot_key(node))
+    def release(self, path: Sequence[int], blocks: int) -> None:
+        """A request ends: it used the cached KV of `path`, shallow to deep, `blocks` others, and a state. O(path)."""
+        users, kv = self._users, self._memory[KV]
+        kv.free += blocks
+        self._memory[SNAPSHOT].free += self.state_blocks
+        for node in reversed(path):
+            key = kv_key(node)
+            users[key] -= 1
+            if not users[key]:
+                kv.queue[key] = None
+                kv.queued += 1
 
     def fill(self, node: int) -> bool:
         """One of a request's own blocks holds the KV of `node` now; it is cached and used by the request. O(1).
@@ -92,56 +118,36 @@ class BlockPool:
         if key in self._users:
             return False
         self._users[key] = 1
-        self.kv_blocks += 1
+        self.cached[KV] += 1
         return True
 
     def save_state(self, node: int) -> bool:
         """Keep a copy of a request's state at the end of `node`; False if there is no room. O(evicted)."""
-        key = snapshot_key(node)
+        key, memory = snapshot_key(node), self._memory[SNAPSHOT]
         if key in self._users:
-            self._queue.move_to_end(key)
+            memory.queue.move_to_end(key)
             return True
-        if self.obtainable < self.state_blocks:
+        if memory.obtainable < self.state_blocks:
             return False
-        self._make_free(self.state_blocks)
-        self._free -= self.state_blocks
+        self._allot(SNAPSHOT, self.state_blocks)
         self._users[key] = 0
-        self._queue[key] = None
-        self._queued += self.state_blocks
-        self.states += 1
+        memory.queue[key] = None
+        memory.queued += self.state_blocks
+        self.cached[SNAPSHOT] += 1
         return True
 
-    def drop_state(self, node: int) -> None:
-        """Let go of the state at `node`, if it is here. O(1)."""
-        key = snapshot_key(node)
-        if key in self._users:
-            del self._queue[key]
-            self._queued -= self.state_blocks
-            self._remove(key)
+    def touch_state(self, node: int) -> None:
+        """A request resumes from the state at `node`, which is used most recently now. O(1)."""
+        self._memory[SNAPSHOT].queue.move_to_end(snapshot_key(node))
 
-    def release(self, path: Sequence[int], blocks: int) -> None:
-        """A request ends: it used the cached KV of `path`, shallow to deep, and had `blocks` other blocks. O(path)."""
-        self._free += blocks
-        users, queue = self._users, self._queue
-        for node in reversed(path):
-            key = kv_key(node)
-            users[key] -= 1
-            if not users[key]:
-                queue[key] = None
-                self._queued += 1
-
-    def _make_free(self, blocks: int) -> None:
-        while self._free < blocks:
-            key, _ = self._queue.popitem(last=False)
-            self._queued -= self.state_blocks if kind_of(key) == SNAPSHOT else 1
-            self._remove(key)
-
-    def _remove(self, key: int) -> None:
-        del self._users[key]
-        if kind_of(key) == SNAPSHOT:
-            self.states -= 1
-            self._free += self.state_blocks
-        else:
-            self.kv_blocks -= 1
-            self._free += 1
-        self._evicted(key)
+    def _allot(self, kind: int, blocks: int) -> None:
+        memory = self._memory[kind]
+        while memory.free < blocks:
+            key, _ = memory.queue.popitem(last=False)
+            size = self._size[kind_of(key)]
+            del self._users[key]
+            memory.queued -= size
+            memory.free += size
+            self.cached[kind_of(key)] -= 1
+            self._evicted(key)
+        memory.free -= blocks

@@ -116,7 +116,7 @@ def simulate(
     """
     chosen = settings or SimulationSettings()
     began = time.perf_counter()
-    model = MODELS[chosen.model]
+    policy, model = POLICIES[chosen.policy], MODELS[chosen.model]
     block = chosen.block_for(trace)
     prepared = PreparedTrace(trace.coarser(block // trace.block_tokens) if block != trace.block_tokens else trace)
     geometry = CacheGeometry(block, model.kv_bytes_per_token, model.snapshot_bytes)
@@ -131,7 +131,9 @@ def simulate(
 
     ledger = Ledger(prepared.nodes, holds)
     state_blocks = -int(-geometry.snapshot_bytes // geometry.chunk_bytes)
-    pool = BlockPool(int(chosen.gpu_bytes // geometry.chunk_bytes), state_blocks, left_gpu)
+    blocks = int(chosen.gpu_bytes // geometry.chunk_bytes)
+    halves = (blocks - blocks // 2, blocks // 2) if policy.split_pool else (blocks, None)
+    pool = BlockPool(halves[0], state_blocks, left_gpu, halves[1])
     links = Links(
         Link(chosen.pcie_bytes_per_second),
         Link(chosen.disk_bytes_per_second),
@@ -139,7 +141,6 @@ def simulate(
         Link(chosen.remote_bytes_per_second),
         Link(chosen.remote_bytes_per_second),
     )
-    policy = POLICIES[chosen.policy]
 
     def later(when: float, action: Callable[[float], None]) -> None:
         engine.later(when, action)

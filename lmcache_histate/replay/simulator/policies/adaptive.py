@@ -7,6 +7,7 @@ from lmcache_histate.connector.placement import ASK_SECONDS, Placement
 from lmcache_histate.protocol import PlacementFacts
 from lmcache_histate.replay.simulator.policies.base import Capture, Site
 from lmcache_histate.replay.simulator.policies.units import UnitTiers
+from lmcache_histate.scorer.interval import choose_interval
 
 
 class _ToldDirectly:
@@ -31,10 +32,11 @@ class HiStateCapture(Capture):
         site: What it runs on.
         tiers: The server.
         interval: The setting `histate.interval`.
+        paper: Follow the paper's rule: the residence times alone, without expected hits, fill and the price of a stop.
     """
 
-    def __init__(self, site: Site, tiers: UnitTiers, interval: str | int) -> None:
-        block = site.geometry.block_tokens
+    def __init__(self, site: Site, tiers: UnitTiers, interval: str | int, paper: bool = False) -> None:
+        block = self._block = site.geometry.block_tokens
         self._tiers = tiers
         self._placement = Placement(
             interval,
@@ -43,7 +45,7 @@ class HiStateCapture(Capture):
             _ToldDirectly(),
             PlacementFacts(snapshot_tokens=site.geometry.snapshot_tokens),
         )
-        self._planner = CapturePlanner(block, self._placement.interval)
+        self._planner = CapturePlanner(block, self._paper_interval if paper else self._placement.interval)
         self._asked_at = float("-inf")
 
     def plan(self, request: SchedulerRequest, resumed: int, cached: int, now: float) -> CapturePlan:
@@ -54,6 +56,11 @@ class HiStateCapture(Capture):
         plan = self._planner.plan(request, resumed)
         self._planner.forget([request.request_id])
         return plan
+
+    def _paper_interval(self, segment_tokens: int) -> int | None:
+        facts = self._placement.facts
+        interval = choose_interval(segment_tokens, facts.snapshot_tokens, self._block, facts.residence_ratio)
+        return None if interval >= segment_tokens else interval
 
     def stepped(self, now: float, tokens: int) -> None:
         """As the connector's `build_connector_meta` reports steps. O(1)."""

@@ -15,6 +15,7 @@ from lmcache_histate.backends.segments import SegmentStatistics
 from lmcache_histate.protocol import PlacementFacts
 from lmcache_histate.replay.simulator.objects import KV, SNAPSHOT, kind_of, node_of
 from lmcache_histate.replay.simulator.policies.base import Load, Match, Occupancy, Site, Tiers
+from lmcache_histate.replay.simulator.policies.objects import LruTier
 from lmcache_histate.replay.simulator.prompts import Prompt
 from lmcache_histate.scorer.eviction import Victim
 from lmcache_histate.scorer.policy import CachePolicy
@@ -77,11 +78,13 @@ class UnitTiers(Tiers):
         self._evicted = {Tier.CPU: False, Tier.DISK: False}
         self._overtaken: deque[tuple[float, bytes]] = deque(maxlen=100_000)
         self._waiting = False
+        self._now = 0.0
         self._moving: dict[CacheObject, None] = {}
         self._moving_bytes = 0
         self._paused_until = float("-inf")
         self._by_kind = {tier: [0.0, 0.0] for tier in NAMES}
         self._links = site.links
+        self._remote = LruTier("remote", site.remote_bytes, self._left_remote) if site.remote_bytes else None
 
     # -- what the placement asks ------------------------------------------------------------------------------------
 
@@ -109,6 +112,7 @@ class UnitTiers(Tiers):
 
     def lookup(self, prompt: Prompt, path: Sequence[int], now: float) -> Match:
         """As the server's prefetch policy reports a lookup to the keeper."""
+        self._now = now
         hashes = [self._names[node] for node in path]
         policy, block = self.policy, self._block
         found = policy.lookup(NAMESPACE, hashes, now)
@@ -129,26 +133,33 @@ class UnitTiers(Tiers):
         """Make room, read what only the disk has, keep the KV of it in CPU memory."""
         nodes, tree = self._space.nodes, self._tree
         names = [self._names[node] for node in path[start:end]]
-        below = [name for name in names if not tree.size(nodes[name], Kind.KV, Tier.CPU)]
-        snapshot_below = not tree.size(nodes[names[-1]], Kind.SNAPSHOT, Tier.CPU)
-        from_disk = len(below) * self._kv_bytes + snapshot_below * self._snapshot_bytes
-        ready = now
-        if from_disk:
-            ready = self._links.disk_read.transfer(from_disk, now)
-            self._make_room_for(from_disk, now)
+        blocks, nbytes = [0, 0, 0], [0, 0, 0]
+        below = []
+        for name in names:
+            where = next(tier for tier in Tier if tree.size(nodes[name], Kind.KV, tier))
+            blocks[where] += 1
+            nbytes[where] += self._kv_bytes
+            if where is not Tier.CPU:
+                below.append(name)
+        where = next(tier for tier in Tier if tree.size(nodes[names[-1]], Kind.SNAPSHOT, tier))
+        nbytes[where] += self._snapshot_bytes
+        ready = self._links.disk_read.transfer(nbytes[Tier.DISK], now)
+        ready = max(ready, self._links.remote_read.transfer(nbytes[Tier.REMOTE], now))
+        if below:
+            self._make_room_for(nbytes[Tier.DISK] + nbytes[Tier.REMOTE], now)
             room = max(0, int(self.site.cpu_bytes - self._held(Tier.CPU))) // self._kv_bytes
-            # Those that room was made with are gone: only what is still on disk can be kept.
-            kept = [name for name in below[:room] if name in nodes and tree.size(nodes[name], Kind.KV, Tier.DISK)]
+            # Those that room was made with are gone: only what still lies below can be kept.
+            kept = [name for name in below[:room] if name in nodes and self._tree.complete(nodes[name], Kind.KV)]
             self._add([CacheObject(name, Kind.KV, 0, Tier.CPU, self._kv_bytes) for name in kept], now)
             self._make_room(now)
-        nbytes = (end - start) * self._kv_bytes + self._snapshot_bytes
-        ready = max(ready, self._links.to_gpu.transfer(nbytes, now))
-        return Load(ready, len(below), 0)
+        ready = max(ready, self._links.to_gpu.transfer(sum(nbytes), now))
+        return Load(ready, blocks[Tier.DISK], blocks[Tier.REMOTE])
 
     def store(
         self, prompt: Prompt, path: Sequence[int], start: int, end: int, snapshots: Sequence[int], now: float
     ) -> None:
         """Everything goes to CPU memory, if it has room; the snapshots before are overtaken then."""
+        self._now = now
         names = self._names
         objects = [CacheObject(names[node], Kind.KV, 0, Tier.CPU, self._kv_bytes) for node in path[start:end]]
         for place in snapshots:
@@ -167,6 +178,7 @@ class UnitTiers(Tiers):
             after = names[path[start - 1]] if start else None
             self.policy.link(NAMESPACE, after, [names[node] for node in path[start:end]], now)
         self._add(stored, now)
+        self._store_remote(stored, now)
         if self.settings.snapshots_to_disk and self._has_disk:
             for entry in stored:
                 if entry.kind == Kind.SNAPSHOT:
@@ -181,6 +193,24 @@ class UnitTiers(Tiers):
             if entry.chunk_hash not in nodes or not tree.size(nodes[entry.chunk_hash], entry.kind, entry.tier)
         ]
 
+    def _store_remote(self, objects: Sequence[CacheObject], now: float) -> None:
+        """A remote tier gets what is newly stored, and keeps order by itself (`HiStateStorePolicy`)."""
+        if self._remote is None:
+            return
+        for entry in objects:
+            if self._remote.add(self._key(entry), entry.nbytes, now):
+                self._links.remote_write.transfer(entry.nbytes, now)
+                self._add([entry._replace(tier=Tier.REMOTE)], now)
+
+    def _left_remote(self, tier: str, key: int, nbytes: float) -> None:
+        kind = Kind.SNAPSHOT if kind_of(key) == SNAPSHOT else Kind.KV
+        gone = CacheObject(self._names[node_of(key)], kind, 0, Tier.REMOTE, int(nbytes))
+        self._take([gone], self._now)
+        self.site.ledger.left(tier, key, nbytes)
+
+    def _key(self, entry: CacheObject) -> int:
+        return 2 * self._numbers[entry.chunk_hash] + entry.kind
+
     def finished(self, prompt: Prompt, path: Sequence[int], resumed: int, now: float) -> None:
         """The keeper hears nothing of a request's end."""
 
@@ -194,7 +224,9 @@ class UnitTiers(Tiers):
 
     def occupancy(self) -> Occupancy:
         """Bytes by tier and kind, of the tiers that exist."""
-        tiers = [Tier.CPU, Tier.DISK] if self._has_disk else [Tier.CPU]
+        tiers = [Tier.CPU]
+        tiers += [Tier.DISK] if self._has_disk else []
+        tiers += [Tier.REMOTE] if self._remote is not None else []
         return Occupancy(
             {NAMES[tier]: self._by_kind[tier][KV] for tier in tiers},
             {NAMES[tier]: self._by_kind[tier][SNAPSHOT] for tier in tiers},
@@ -223,7 +255,9 @@ class UnitTiers(Tiers):
     def _delete(self, objects: Sequence[CacheObject], now: float) -> None:
         """Remove objects for good, and tell the ledger."""
         for entry in self._take(objects, now):
-            key = 2 * self._numbers[entry.chunk_hash] + entry.kind
+            key = self._key(entry)
+            if entry.tier is Tier.REMOTE and self._remote is not None:
+                self._remote.discard(key)
             self.site.ledger.left(NAMES[entry.tier], key, entry.nbytes)
 
     # -- moving down (`backends.mover`) -------------------------------------------------------------------------------
