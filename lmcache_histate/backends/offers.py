@@ -30,6 +30,8 @@ GRACE_SECONDS = 1.0
 """A copy has failed when LMCache has had nothing in hand for this long and no tier has reported it."""
 PAUSE_SECONDS = 5.0
 """No offers for this long after one failed: the remote tier is in trouble."""
+MAX_FAILURES = 3
+"""An offer that failed as often is given up."""
 MAX_OFFERS = 4096
 """Offers that wait; the oldest are given up first."""
 MAX_SHARED = 4096
@@ -47,6 +49,7 @@ class Offer:
     shared: bool
     """Several sessions go through it: it is of use also after the session at hand went on."""
     sent: bool = False
+    failures: int = 0
 
 
 class RemoteOffers:
@@ -186,16 +189,21 @@ class RemoteOffers:
         if now - self._idle_since < GRACE_SECONDS:
             return False
         self._awaited.clear()
-        if self._sending is not None:
-            self._offers.pop(self._sending, None)
+        assert self._sending is not None
+        offer = self._offers.get(self._sending)
+        if offer is not None:
+            offer.failures += 1
+            if offer.failures == MAX_FAILURES:
+                del self._offers[self._sending]
         self.counts["failed_offers"] += 1
         self._paused_until = now + PAUSE_SECONDS
         return True
 
     def _add(self, namespace: Namespace, chunk_hash: bytes, now: float, shared: bool) -> None:
         place = namespace, chunk_hash
-        waiting = self._offers.get(place)
-        self._offers[place] = Offer(now + WAIT_SECONDS, shared or (waiting is not None and waiting.shared))
+        offer = self._offers.setdefault(place, Offer(0.0, shared))
+        offer.until = now + WAIT_SECONDS
+        offer.shared |= shared
         if len(self._offers) > MAX_OFFERS:
             self._offers.popitem(last=False)
             self.counts["lost_offers"] += 1
