@@ -18,6 +18,7 @@ from lmcache_histate.cli.replay_command import replay_command
 from lmcache_histate.cli.report_command import report_command
 from lmcache_histate.cli.server_command import server_command
 from lmcache_histate.cli.settings_text import settings_help
+from lmcache_histate.cli.simulate_command import simulate_command
 from lmcache_histate.cli.sweep_command import sweep_command
 
 
@@ -86,6 +87,14 @@ Examples:
   histate simulate traces/ --cost-model h100.yaml
 """
 
+_SIMULATE_EXAMPLES = """
+Examples:
+  histate simulate builtin:agents                    vLLM alone, LMCache on CPU and disk, HiState
+  histate simulate traces/ --policy histate --policy marconi --cpu 48GiB --disk 100GiB --sessions 64
+  histate simulate traces/ --policy all -o runs      then: histate report runs
+  histate simulate --list-policies
+"""
+
 _SWEEP_EXAMPLES = """
 Examples:
   histate sweep traces/                              all policies, 0.25 to 2 times the working set
@@ -127,6 +136,7 @@ app.command("demo")(demo)
 app.command("analyze", epilog=_verbatim(_ANALYZE_EXAMPLES))(analyze_command)
 app.command("replay", epilog=_verbatim(_REPLAY_EXAMPLES))(replay_command)
 app.command("calibrate", epilog=_verbatim(_CALIBRATE_EXAMPLES))(calibrate_command)
+app.command("simulate", epilog=_verbatim(_SIMULATE_EXAMPLES))(simulate_command)
 app.command("sweep", epilog=_verbatim(_SWEEP_EXAMPLES))(sweep_command)
 app.command("report", epilog=_verbatim(_REPORT_EXAMPLES))(report_command)
 
