@@ -258,3 +258,12 @@ def test_arguments_as_text_or_list() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             values.parse_arguments(wrong)
+
+
+def test_quotas_are_sizes_by_tenant_in_the_file_and_in_the_environment() -> None:
+    assert values.parse_quotas({"alice": "20GiB", "*": 5, 42: "512MiB"}) == {"alice": 20.0, "*": 5.0, "42": 0.5}
+    assert values.parse_quotas('{"_default": "1GiB"}') == {"_default": 1.0}
+    assert values.parse_quotas({}) == {}
+    for wrong in ("alice=5", "[1]", {"": 1}, {"a/b": 1}, {"x" * 129: 1}, {True: 1}, {"alice": -1}):
+        with pytest.raises(ValueError, match="tenant|JSON"):
+            values.parse_quotas(wrong)
