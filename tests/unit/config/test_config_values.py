@@ -265,5 +265,5 @@ def test_quotas_are_sizes_by_tenant_in_the_file_and_in_the_environment() -> None
     assert values.parse_quotas('{"_default": "1GiB"}') == {"_default": 1.0}
     assert values.parse_quotas({}) == {}
     for wrong in ("alice=5", "[1]", {"": 1}, {"a/b": 1}, {"x" * 129: 1}, {True: 1}, {"alice": -1}):
-        with pytest.raises(ValueError, match="tenant|JSON"):
+        with pytest.raises(ValueError, match=r"tenant|JSON"):
             values.parse_quotas(wrong)
