@@ -16,8 +16,9 @@ idle than one that costs nothing. `C` is the hits that would suffer, times what 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +39,7 @@ TAIL_FIRST = 1e-6
 time; what is equal otherwise must go from the tail, where it serves the fewest hits (LMCache's LRU does the same)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Victim:
     """A unit that should leave a tier.
 
@@ -52,9 +53,7 @@ class Victim:
         nbytes: bytes that it takes in `tier`.
         backed: every object a hit needs has a copy elsewhere: deleting loses time, not work.
         objects: what to delete from (or copy out of) `tier`, deepest chunk first. Whole families of ranks.
-        stranded: objects in any tier that become useless when `objects` are deleted without a copy; delete them too.
-            Where the path goes on in another tier that is all of its rest, and moving is the better choice: its value is
-            then only a lower bound of what would be lost.
+        find_stranded: what `stranded` asks, once; whoever moves the victim never does.
     """
 
     namespace: str
@@ -66,7 +65,16 @@ class Victim:
     nbytes: int
     backed: bool
     objects: list[CacheObject]
-    stranded: list[CacheObject]
+    find_stranded: Callable[[], list[CacheObject]]
+
+    @cached_property
+    def stranded(self) -> list[CacheObject]:
+        """Objects in any tier that become useless when `objects` are deleted without a copy; delete them too.
+
+        Where the path goes on in another tier that is all of its rest, and moving is the better choice: its value is then
+        only a lower bound of what would be lost. To be asked before the next event.
+        """
+        return self.find_stranded()
 
 
 class Offer(NamedTuple):
@@ -358,7 +366,7 @@ class EvictionOrder:
         self._offers[tier].append((until, node))
         if not last_resort:
             self._leaving[tier][tree.space[node]] += 1
-        loss = tree.loss(node, tier)
+        objects = tree.unit_objects(node, tier)
         return Victim(
             namespace=tree.namespaces[tree.space[node]].name,
             tier=tier,
@@ -368,8 +376,8 @@ class EvictionOrder:
             value=value,
             nbytes=nbytes,
             backed=bool(tree.unit_backed[tier][node]),
-            objects=loss.objects,
-            stranded=loss.stranded,
+            objects=objects,
+            find_stranded=lambda: tree.stranded_by(node, tier, objects),
         )
 
     def _withdraw(self, node: int, tier: Tier) -> None:

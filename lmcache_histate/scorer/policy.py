@@ -259,10 +259,15 @@ class CachePolicy:
             self.reach.update(last, move_end)
         self._count_event()
 
-    def session_moved(self, namespace: str, end: bytes) -> bool:
-        """Another instance served the next turn of the session whose path ends at the chunk `end`. O(path), once.
+    def session_moved(self, namespace: str, end: bytes, was_ours: bool = True) -> bool:
+        """Another instance served the last turn of the session whose path ends at the chunk `end`. O(path), once.
 
         The path loses value by as much as such sessions do not come back (learned). A hit here makes it this cache's again.
+
+        Args:
+            namespace: where it belongs.
+            end: last chunk of the path.
+            was_ours: whether it was served here before; of others nothing is learned.
 
         Returns:
             Whether a path ends there and was not known to have moved.
@@ -271,7 +276,7 @@ class CachePolicy:
         record = self.reach.records.get(node)
         if record is None or record.moved:
             return False
-        self.reach.update(node, self.access.observe_move)
+        self.reach.update(node, lambda path: self.access.observe_move(path, was_ours))
         self._count_event()
         return True
 
@@ -362,8 +367,7 @@ class CachePolicy:
 
     def discard(self, victim: Victim, now: float) -> None:
         """The victim's objects, and those it strands, are deleted. Later `removed` events for them change nothing."""
-        self.removed(victim.namespace, victim.objects, now)
-        self.removed(victim.namespace, victim.stranded, now)
+        self.removed(victim.namespace, [*victim.objects, *victim.stranded], now)
 
     def moved(self, victim: Victim, to: Tier, now: float) -> None:
         """The victim's objects are in `to` now and no longer in its tier. Refreshes nothing."""

@@ -60,7 +60,7 @@ class ShadowCache:
         ends = [hashes[place - 1] for place in places if place <= len(hashes)]
         stored = self._kv(namespace, hashes[found.kv_tokens // block :], upper)
         if lower != upper:
-            stored += self._kv(namespace, hashes[: found.resume_tokens // block], upper)
+            stored += self._read_back(namespace, hashes[: found.resume_tokens // block], upper)
         stored += self._snapshots(namespace, ends[:-1], lower) + self._snapshots(namespace, ends[-1:], upper)
         policy.stored(namespace, stored, now)
         if ends and found.resume_tokens and lower != upper:
@@ -73,6 +73,12 @@ class ShadowCache:
     def _kv(self, namespace: str, hashes: Sequence[bytes], tier: Tier) -> list[CacheObject]:
         nbytes = int(self._geometry[namespace].chunk_bytes)
         return [CacheObject(chunk, Kind.KV, 0, tier, nbytes) for chunk in hashes]
+
+    def _read_back(self, namespace: str, hashes: Sequence[bytes], tier: Tier) -> list[CacheObject]:
+        """The KV of a path's known start that `tier` does not hold."""
+        tree = self._policy.tree
+        nodes = tree.match(self._policy.space(namespace), hashes).nodes
+        return self._kv(namespace, [hashes[index] for index in tree.not_in(nodes, Kind.KV, tier)], tier)
 
     def _snapshots(self, namespace: str, hashes: Sequence[bytes], tier: Tier) -> list[CacheObject]:
         nbytes = int(self._geometry[namespace].snapshot_bytes)

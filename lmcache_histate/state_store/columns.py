@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from array import array
 
+import numpy as np
+import numpy.typing as npt
+
 from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
 
 # Members by value: calling an enum class costs more than what is done with its result.
@@ -74,6 +77,10 @@ class ObjectColumns:
     def nbytes(self, node: int, kind: int, tier: int) -> int:
         """Bytes of all ranks in one tier."""
         return self._bytes[kind * TIERS + tier][node]
+
+    def held(self, kind: int, tier: int) -> npt.NDArray[np.uint32]:
+        """Rank bits of all nodes in one tier, as they are now: a view, valid until the next `grow`."""
+        return np.frombuffer(self._ranks[kind * TIERS + tier], dtype=np.uint32)
 
     def holds(self, node: int) -> bool:
         """Whether the node has any object."""

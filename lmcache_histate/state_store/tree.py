@@ -391,6 +391,11 @@ class PrefixTree:
         """Whether every rank's object of `kind` is in `tier`. O(1)."""
         return self._columns.ranks(node, kind, tier) == self.namespaces[self.space[node]].full_mask
 
+    def not_in(self, nodes: Sequence[int], kind: int, tier: int) -> list[int]:
+        """Which of `nodes`, by index, have no object of `kind` in `tier`. O(nodes), vectorised."""
+        held = self._columns.held(kind, tier)[np.array(nodes, dtype=np.int64)]
+        return np.flatnonzero(held == 0).tolist()
+
     def ranks_lacking(self, node: int, kind: int, tier: int) -> set[int]:
         """Ranks whose object of `kind` is not in `tier`. O(ranks)."""
         held = self._columns.ranks(node, kind, tier)

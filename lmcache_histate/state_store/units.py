@@ -18,8 +18,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+from lmcache_histate.state_store.columns import KINDS, TIER_LIST
 from lmcache_histate.state_store.frontier import Frontier
 from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
 from lmcache_histate.state_store.tree import NO_NODE, PrefixTree
@@ -39,15 +40,6 @@ class UnitKind(IntEnum):
 
 # Reading a member off an enum class costs more than the comparisons it is read for.
 NONE, SNAPSHOT, BUNDLE, ORPHAN = UnitKind
-
-
-class Loss(NamedTuple):
-    """What a unit consists of, and what would be useless without it."""
-
-    objects: list[CacheObject]
-    """The unit's objects in its tier, deepest chunk first."""
-    stranded: list[CacheObject]
-    """Objects in any tier that nothing could be restored from if `objects` were deleted. Empty if all have copies."""
 
 
 class RestorableWatcher(Protocol):
@@ -256,17 +248,27 @@ class UnitTree(PrefixTree):
                     todo.append(child)
         return found
 
-    def loss(self, node: int, tier: Tier) -> Loss:
-        """The objects of the unit anchored at `node`, and what they would strand. O(what is listed + one stretch)."""
-        kind = UnitKind(self.unit_kind[tier][node])
-        chunks = list(self._run(node, tier, kind)) if kind is BUNDLE or kind is ORPHAN else []
+    def unit_objects(self, node: int, tier: Tier) -> list[CacheObject]:
+        """The objects of the unit anchored at `node` in its tier, deepest chunk first. O(what is listed)."""
         objects = self.objects(node, Kind.SNAPSHOT, tier)
-        for chunk in chunks:
+        for chunk in self._unit_chunks(node, tier):
             objects.extend(self.objects(chunk, Kind.KV, tier))
-        if kind is NONE or kind is ORPHAN or self.unit_backed[tier][node]:
-            return Loss(objects, [])
+        return objects
+
+    def _unit_chunks(self, node: int, tier: Tier) -> list[int]:
+        kind = UnitKind(self.unit_kind[tier][node])
+        return list(self._run(node, tier, kind)) if kind is BUNDLE or kind is ORPHAN else []
+
+    def stranded_by(self, node: int, tier: Tier, objects: list[CacheObject]) -> list[CacheObject]:
+        """Objects in any tier that nothing could be restored from if the unit's `objects` were deleted.
+
+        Empty if all of them have copies. O(what is listed + one stretch).
+        """
+        kind = self.unit_kind[tier][node]
+        if kind in (NONE, ORPHAN) or self.unit_backed[tier][node]:
+            return []
         stranded: list[CacheObject] = []
-        lost = [chunk for chunk in chunks if self.size(chunk, Kind.KV, tier)]
+        lost = [chunk for chunk in self._unit_chunks(node, tier) if self.size(chunk, Kind.KV, tier)]
         lost = [chunk for chunk in lost if not self.complete_outside(chunk, Kind.KV, tier)]
         if lost:
             top = lost[-1]
@@ -283,7 +285,7 @@ class UnitTree(PrefixTree):
             taken = set(objects)
             useless = self._useless_above(above, skip_first_mark=not lost)
             stranded.extend(obj for obj in useless if obj not in taken)
-        return Loss(objects, stranded)
+        return stranded
 
     def _useless_above(self, node: int, skip_first_mark: bool) -> Iterator[CacheObject]:
         """KV of `node` and upwards that served only the branch that goes."""
@@ -298,8 +300,8 @@ class UnitTree(PrefixTree):
         """The objects of `node`, without those of the kinds `own` that are in `tier`."""
         return [
             obj
-            for kind in Kind
-            for where in Tier
-            if where != tier or kind not in own
+            for kind in KINDS
+            for where in TIER_LIST
+            if (where != tier or kind not in own) and self._columns.nbytes(node, kind, where)
             for obj in self.objects(node, kind, where)
         ]
