@@ -41,6 +41,8 @@ HEARD_PER_ROUND = 1024
 """News taken in, and sessions looked up, in one round of the controller: some 10 ms."""
 SETTLE_SECONDS = 2.0
 """After the end of a request its last snapshot may still be on its way into CPU memory."""
+HIT_SECONDS = 10.0
+"""A session that was hit here so lately is ours, whatever the view, which may be older, says."""
 CHECK_SECONDS = 1.0
 """Pause between two rounds of questions whether sessions went on elsewhere."""
 STATISTICS_SECONDS = 5.0
@@ -94,6 +96,7 @@ class Fleet:
         self._to_say: dict[tuple[str, bytes], SharedNews] = {}
         self._unplaced: OrderedDict[tuple[str, bytes], None] = OrderedDict()
         self._claimed: dict[tuple[str, bytes], tuple[int, float]] = {}
+        self._hit_here: OrderedDict[tuple[str, bytes], float] = OrderedDict()
         self._ended: deque[tuple[float, str, Sequence[bytes]]] = deque(maxlen=MAX_TURNS)
         self._sessions: Iterator[int] | None = None
         self._next_check = self._next_statistics = float("-inf")
@@ -155,13 +158,19 @@ class Fleet:
                 if lost & held_bit(kind, Tier.REMOTE):
                     self._lost(namespace, chunk_hash, kind, now)
 
-    def hit(self, namespace: Namespace, chunk_hashes: Sequence[bytes], matched: int) -> None:
+    def hit(self, namespace: Namespace, chunk_hashes: Sequence[bytes], matched: int, now: float) -> None:
         """A request reused the first ``matched`` chunks of its prompt. O(path)."""
         tree, reach = self._policy.tree, self._policy.reach
         node = self._policy.space(namespace.name).nodes.get(chunk_hashes[matched - 1], NO_NODE)
         end = reach.path_of(node) if node != NO_NODE else NO_NODE
-        if end != NO_NODE and tree.position[node] > 0:
-            self._writer.put(namespace.name, SessionHit(tree.hashes[end], tree.position[node]))
+        if end == NO_NODE or tree.position[node] <= 0:
+            return
+        place = namespace.name, tree.hashes[end]
+        self._hit_here[place] = now
+        self._hit_here.move_to_end(place)
+        if len(self._hit_here) > MAX_TURNS:
+            self._hit_here.popitem(last=False)
+        self._writer.put(namespace.name, SessionHit(tree.hashes[end], tree.position[node]))
 
     def turn_ended(self, namespace: Namespace, chunk_hashes: Sequence[bytes], now: float) -> None:
         """A request with these chunks, in any order, is over. O(1)."""
@@ -369,8 +378,22 @@ class Fleet:
                 continue
             name, end = tree.namespaces[tree.space[node]].name, tree.hashes[node]
             session = self._directory.session(name, end, now)
-            if session is not None and session.moved_to and session.instance != self._writer.instance:
-                self.counts["sessions_moved_away"] += self._policy.session_moved(name, end)
+            if session is None or self._writer.instance in (session.instance, session.hit_instance):
+                continue
+            if now - self._hit_here.get((name, end), float("-inf")) > HIT_SECONDS:
+                was_ours = self._was_ours(node)
+                self._policy.session_moved(name, end, was_ours)
+                self.counts["sessions_moved_away"] += was_ours
+
+    def _was_ours(self, end: int) -> bool:
+        """Whether anything of a path's own, behind the last fork, lies in a tier of this instance. O(stretch)."""
+        tree = self._policy.tree
+        node = end
+        while node != NO_NODE and tree.hashes[node] and tree.restorable.kids[node] < 2:
+            if any(tree.complete_in(node, Kind.KV, tier) for tier in self._own_tiers):
+                return True
+            node = tree.parent[node]
+        return False
 
     def _on_shared_tier(self, name: str, chunk_hash: bytes) -> int:
         """What the core knows of a chunk on the shared tier, in `held_bit`s; 0 without one. O(1)."""

@@ -399,7 +399,7 @@ class Keeper:
                 self._offers.shared(namespace, event.chunk_hashes[reached - 1], event.time)
         if event.kv_chunks:
             self._counts["hits"] += event.hit_chunks > 0
-            self._fleet.hit(namespace, event.chunk_hashes, event.kv_chunks)
+            self._fleet.hit(namespace, event.chunk_hashes, event.kv_chunks, event.time)
             self.policy.hit(
                 namespace.name,
                 event.chunk_hashes,

@@ -36,7 +36,7 @@ class PathRecord:
             session comes back to that position, whatever is left.
         hits: hits seen inside or at the end of the path.
         end_hits: those at its end.
-        moved: another instance served the session's next turn: this end is superseded there.
+        moved: another instance served the session's last turn.
     """
 
     end: float
@@ -104,10 +104,12 @@ class AccessModel:
                 counts *= self._keep
                 counts[int(np.searchsorted(self.edges, distance, side="right")) - 1] += 1.0
 
-    def observe_move(self, record: PathRecord) -> None:
-        """The session's next turn was served by another instance. O(1)."""
-        if not record.moved:
-            record.moved = True
+    def observe_move(self, record: PathRecord, was_ours: bool = True) -> None:
+        """The session's last turn was served by another instance; whether it was served here before. O(1)."""
+        if record.moved:
+            return
+        record.moved = True
+        if was_ours:
             self._moved = self._moved * self._keep + 1.0
             self._returned *= self._keep
 

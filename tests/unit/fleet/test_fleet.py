@@ -120,9 +120,12 @@ class Instance:
         while self.fleet.round(time.monotonic()):
             pass
 
+    def _is_shared(self, chunk: bytes) -> bool:
+        node = self.policy.space(self.space.name).nodes.get(chunk)
+        return node is not None and self.policy.tree.complete_in(node, Kind.KV, Tier.REMOTE)
+
     def known_shared(self) -> list[bytes]:
-        tree, nodes = self.policy.tree, self.policy.space(self.space.name).nodes
-        return [chunk for chunk, node in nodes.items() if tree.complete_in(node, Kind.KV, Tier.REMOTE)]
+        return [chunk for chunk in [*PATH, b"next-0", b"next-1"] if self._is_shared(chunk)]
 
     def price(self, end: bytes = PATH[-1]) -> float:
         """Value of the last unit of a path in CPU memory."""
@@ -251,6 +254,41 @@ def test_a_session_that_goes_on_elsewhere_is_worth_less_here_until_it_comes_back
     assert then.fleet.counts["sessions_moved_away"] == 0
     first.policy.hit(first.space.name, PATH, 6 * CHUNK, 6 * CHUNK, 2.0)
     assert first.price() > before
+
+
+def test_a_session_has_moved_also_where_its_new_end_is_known_from_the_shared_tier(make) -> None:
+    first, then, starts = make("a"), make("b"), make("c")
+    longer = [*PATH, b"next-0", b"next-1"]
+    first.store(Tier.CPU)
+    first.end_turn(PATH)
+    all_rounds(first, then)
+    for tier in (Tier.CPU, Tier.REMOTE):
+        then.policy.lookup(then.space.name, longer, 1.0)
+        objects = [CacheObject(chunk, Kind.KV, 0, tier, KV_BYTES) for chunk in longer]
+        objects.append(CacheObject(longer[-1], Kind.SNAPSHOT, 0, tier, STATE_BYTES))
+        then.policy.stored(then.space.name, objects, 1.0)
+    then.fleet.came_to_shared_tier(then.space, longer)
+    then.end_turn(longer)
+    deadline = time.monotonic() + SECONDS
+    while not first.fleet.counts["sessions_moved_away"]:
+        assert time.monotonic() < deadline
+        all_rounds(then, first, starts)
+        time.sleep(0.1)
+    assert first.known_shared() == starts.known_shared() == longer
+    for instance, counted in ((first, 1), (then, 0), (starts, 0)):
+        end = instance.policy.space(instance.space.name).nodes[longer[-1]]
+        assert instance.policy.reach.records[end].moved == (instance is not then)
+        assert instance.fleet.counts["sessions_moved_away"] == counted, "of what was never here, nothing is learned"
+    # A hit here: it is ours again, although the view still shows where its last turn ended.
+    now = time.monotonic()
+    first.policy.lookup(first.space.name, longer, now)
+    first.fleet.hit(first.space, longer, len(longer), now)
+    first.policy.hit(first.space.name, longer, len(longer) * CHUNK, len(longer) * CHUNK, now)
+    end = first.policy.space(first.space.name).nodes[longer[-1]]
+    for _ in range(15):
+        all_rounds(first, times=1)
+        assert not first.policy.reach.records[end].moved
+        time.sleep(0.1)
 
 
 def test_of_those_who_hold_a_lost_copy_exactly_one_puts_it_back_and_another_when_that_one_is_gone(make) -> None:
