@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -37,6 +38,12 @@ from lmcache_histate.replay.traces.model import Trace
 from lmcache_histate.replay.traces.source import TraceError
 
 FACTORS = "0.25,0.5,0.75,1,1.5,2"
+GROUPS: dict[str, Callable[[str], bool]] = {
+    "all": lambda name: True,
+    "main": lambda name: name in ("histate", "histate-paper") or not name.startswith("histate"),
+    "ablations": lambda name: name.startswith("histate"),
+}
+"""Words for several policies."""
 DEFAULTS = SimulationSettings()
 SHOWN_FAILURES = 10
 
@@ -44,7 +51,7 @@ SHOWN_FAILURES = 10
 def _list_policies(wanted: bool) -> None:
     if wanted:
         for name, policy in POLICIES.items():
-            typer.echo(f"{name:20} {policy.description}")
+            typer.echo(f"{name:{max(map(len, POLICIES))}}  {policy.description}")
         raise typer.Exit
 
 
@@ -67,7 +74,12 @@ def sweep_command(
         ),
     ] = FACTORS,
     policies: Annotated[
-        str, typer.Option(help="Policies, separated by commas, or all. `--list-policies` shows them.", metavar="LIST")
+        str,
+        typer.Option(
+            help="Policies, separated by commas; `--list-policies` shows them. Or all, main (HiState, the paper's, every "
+            "baseline and bound), ablations (HiState with parts changed).",
+            metavar="LIST",
+        ),
     ] = "all",
     seeds: Annotated[
         int, typer.Option(help="Runs of every point, each with the sessions in another order.", min=1)
@@ -170,12 +182,17 @@ def _open(
 
 
 def _policies(text: str) -> list[str]:
-    if text.strip() == "all":
-        return list(POLICIES)
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if unknown := [name for name in names if name not in POLICIES]:
-        fail(f"--policies: no policy {', '.join(unknown)}; there are {', '.join(POLICIES)}")
-    return names
+    names: dict[str, None] = {}
+    for word in (word.strip() for word in text.split(",")):
+        if word in GROUPS:
+            names.update(dict.fromkeys(name for name in POLICIES if GROUPS[word](name)))
+        elif word in POLICIES:
+            names[word] = None
+        elif word:
+            fail(f"--policies: no policy {word}; there are {', '.join((*POLICIES, *GROUPS))}")
+    if not names:
+        fail("--policies: none given")
+    return list(names)
 
 
 def _capacity(text: str) -> float | Capacity:

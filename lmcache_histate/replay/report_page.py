@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_histate.replay import figures, report_tables
 from lmcache_histate.replay.comparison import ALL, SENSITIVE, Numbers, Point, Series
 from lmcache_histate.replay.report_tables import Standing
+from lmcache_histate.replay.simulator import POLICIES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -127,6 +128,7 @@ class _Writer:
                 csv=_base64(csv_text.encode()),
                 json=_base64(json_text.encode()),
                 settings=self._settings(),
+                policies=self._policies(),
                 picture=lambda figure: Markup(
                     '<figure><img alt="{0}" src="data:image/png;base64,{1}"><figcaption>{0}</figcaption></figure>'
                 ).format(figure.caption, figure.data),
@@ -322,6 +324,11 @@ class _Writer:
             for run in runs
         ]
         return "\n".join(json.dumps(entry, default=str) for entry in shown)
+
+    def _policies(self) -> list[dict[str, str]]:
+        """Name and description of every policy of the report that the simulator knows."""
+        names = dict.fromkeys(series.policy for series in self._order if series.policy in POLICIES)
+        return [{"name": name, "description": POLICIES[name].description} for name in names]
 
     def _picture(self, name: str, caption: str, figure: Figure) -> Picture:
         buffer = io.BytesIO()

@@ -11,29 +11,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lmcache_histate.replay.comparison import ALL, CAUSES, SENSITIVE, UNLIMITED, Numbers, Point, Series
+from lmcache_histate.replay.simulator import POLICIES
 
 Row = dict[str, Any]
 
-_NO_BASELINE = ("histate", "offline", UNLIMITED)
-"""Beginnings of the names of policies that are not online baselines: our own, and bounds that know the future."""
+OWN = "histate"
+"""Beginning of the names of our own policies, the ablations among them."""
 
-PREFERRED = (
-    "cpu-disk",
-    "vllm",
-    "marconi",
-    "sglang",
-    "histate-paper",
-    UNLIMITED,
-    "cpu",
-    "grid-4k",
-    "junction",
-    "offline",
-)
+PREFERRED = ("cpu-disk", "vllm", "hicache", "marconi", "histate-paper", UNLIMITED, "offline", "fixed-4k")
 """Policies that plots of curves show first, after the one that is judged."""
 
 
 def series_order(points: Sequence[Point], ours: str) -> list[Series]:
-    """Every series of the points: ours, then the preferred policies, then the others by name.
+    """Every series of the points: ours, the preferred policies, the simulator's others in its order, then live servers.
 
     Args:
         points: Of a report.
@@ -41,7 +31,7 @@ def series_order(points: Sequence[Point], ours: str) -> list[Series]:
     """
 
     def rank(series: Series) -> tuple[int, str, bool]:
-        first = (ours, *PREFERRED)
+        first = list(dict.fromkeys((ours, *PREFERRED, *POLICIES)))
         place = first.index(series.policy) if series.policy in first else len(first)
         return place, series.policy, series.live
 
@@ -49,8 +39,9 @@ def series_order(points: Sequence[Point], ours: str) -> list[Series]:
 
 
 def is_online_baseline(policy: str) -> bool:
-    """Whether a policy is one that somebody could run instead of HiState."""
-    return not policy.startswith(_NO_BASELINE)
+    """Whether a policy is one that somebody could run instead of HiState: not ours, and no bound that knows the future."""
+    known = POLICIES.get(policy)
+    return not policy.startswith(OWN) and (known is None or known.online)
 
 
 def number_rows(points: Sequence[Point], ours: str) -> list[Row]:

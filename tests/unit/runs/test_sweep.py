@@ -13,11 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from lmcache_histate.cli.main import app
+from lmcache_histate.cli.sweep_command import _policies
 from lmcache_histate.geometry import GIB
 from lmcache_histate.replay import sweep as sweep_module
 from lmcache_histate.replay.comparison import CAPACITY_FACTOR
 from lmcache_histate.replay.results import read_run
-from lmcache_histate.replay.simulator import SimulationSettings, simulate
+from lmcache_histate.replay.simulator import POLICIES, SimulationSettings, simulate
 from lmcache_histate.replay.sweep import (
     ASIDE,
     CPU_SHARE,
@@ -232,6 +233,14 @@ def test_what_cannot_be_is_said_before_anything_runs(tmp_path, options, message)
     assert result.exit_code == 2
     assert message in result.output
     assert not (tmp_path / "s").exists()
+
+
+def test_words_stand_for_several_policies():
+    assert _policies("all") == list(POLICIES)
+    assert set(_policies("main")) | set(_policies("ablations")) == set(POLICIES)
+    assert set(_policies("main")) & set(_policies("ablations")) == {"histate", "histate-paper"}
+    assert _policies("vllm, main")[0] == "vllm"
+    assert len(_policies("vllm,vllm")) == 1
 
 
 def test_policies_are_listed_without_a_trace():
