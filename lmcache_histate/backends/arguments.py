@@ -33,9 +33,11 @@ CLIENT_SETTINGS = (
 )
 """Settings of the ``histate:`` section that only the connector reads."""
 
+REMOTE_CREDENTIALS = ("LMCACHE_RESP_USERNAME", "LMCACHE_RESP_PASSWORD")
+"""Environment variables that LMCache's Redis client reads when it is made."""
+
 SECRET_VARIABLES = (
-    "LMCACHE_RESP_USERNAME",
-    "LMCACHE_RESP_PASSWORD",
+    *REMOTE_CREDENTIALS,
     "HISTATE_DIRECTORY",
     "HISTATE_REMOTE_URL",
     "HISTATE_L2_ADAPTERS",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,12 +110,15 @@ class StorageParts:
         """
         self.store_controller._listener.on_l1_keys_write_finished(list(keys))
 
-    def stores_in_hand(self, adapters: Collection[int]) -> bool:
-        """Whether the StoreController has anything to do, or on its way, for one of these adapters. O(stores on their way)."""
+    def stores_in_hand(self, disk_index: int | None) -> bool:
+        """Whether the StoreController has anything to do, or on its way to another tier than the disk.
+
+        O(stores on their way).
+        """
         if self.store_controller.report_status()["pending_keys_count"]:
             return True
         observed = self.store_controller.get_inflight_stores_observations()
-        return any(count and attributes["adapter_index"] in adapters for count, attributes in observed)
+        return any(count and attributes["adapter_index"] != disk_index for count, attributes in observed)
 
 
 def registered_models(registry: Any) -> set[tuple[str, int]]:
@@ -134,6 +137,13 @@ def http_app() -> FastAPI | None:
         if getattr(getattr(module, "__spec__", None), "name", None) == HTTP_SERVER and isinstance(app, FastAPI):
             return app
     return None
+
+
+def connection_is_lost(adapter: L2AdapterInterface) -> bool | None:
+    """Whether an adapter over a native client has lost its server; None for other adapters. O(1)."""
+    native = getattr(adapter, "_inner", adapter)
+    client = native._client if isinstance(native, NativeConnectorL2Adapter) else None
+    return client.connection_lost if isinstance(client, OneSizeBatches) else None
 
 
 def split_batches_by_size(adapter: L2AdapterInterface) -> None:

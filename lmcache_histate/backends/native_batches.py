@@ -46,6 +46,8 @@ class OneSizeBatches:
         self._splits: dict[int, _Split] = {}
         self._parts: dict[int, tuple[int, list[int]]] = {}
         """Native future -> (future of the batch, where its keys stood there)."""
+        self.connection_lost = False
+        """Whether an operation failed since its connection had broken. The native clients do not connect again."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -85,6 +87,7 @@ class OneSizeBatches:
         completions = self._client.drain_completions()
         with self._lock:
             for part, succeeded, error, flags in completions:
+                self.connection_lost |= not succeeded and error.startswith("socket")
                 if part not in self._parts:
                     done.append((part, succeeded, error, flags))
                     continue

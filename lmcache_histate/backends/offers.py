@@ -8,7 +8,7 @@ StoreController, which owns the adapters.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lmcache.v1.distributed.api import ObjectKey
@@ -61,7 +61,7 @@ class RemoteOffers:
         policy: The core.
         parts: LMCache's storage manager and controllers.
         layouts: Object keys of the core's objects.
-        adapters: LMCache's indices of the remote tiers.
+        disk_index: LMCache's index of the disk adapter, or None; all others are remote tiers.
         announce: Told the keys before they are handed to LMCache, so that its store policy knows them.
         turn_ends: Whether ends of turns are copied, too (``offer_to_remote: turn-ends``).
     """
@@ -71,14 +71,14 @@ class RemoteOffers:
         policy: CachePolicy,
         parts: StorageParts,
         layouts: Layouts,
-        adapters: Collection[int],
+        disk_index: int | None,
         announce: Callable[[Iterable[ObjectKey]], None],
         turn_ends: bool,
     ) -> None:
         self._policy = policy
         self._parts = parts
         self._layouts = layouts
-        self._adapters = frozenset(adapters)
+        self._disk_index = disk_index
         self._announce = announce
         self._turn_ends = turn_ends
         self._limit = parts.manager.get_l1_usage()[1] // IN_FLIGHT_SHARE
@@ -181,7 +181,7 @@ class RemoteOffers:
 
     def _given_up(self, now: float) -> bool:
         """Whether LMCache is done with the piece on its way although no tier has reported it."""
-        if self._parts.stores_in_hand(self._adapters):
+        if self._parts.stores_in_hand(self._disk_index):
             self._idle_since = None
             return False
         if self._idle_since is None:

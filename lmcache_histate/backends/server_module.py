@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
 from lmcache.logging import init_logger
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.mp_observability.otel_init import register_gauge
 from lmcache.v1.multiprocess.ext_server_module import ExtServerModuleBuildContext, server_module_handler
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
 from lmcache_histate import __version__
 from lmcache_histate.backends import compat
-from lmcache_histate.backends.arguments import forget_secrets, settings_digest
+from lmcache_histate.backends.arguments import REMOTE_CREDENTIALS, forget_secrets, settings_digest
 from lmcache_histate.backends.directory_setup import make_writer, shared_tier_of
 from lmcache_histate.backends.events import BusSubscriber, CpuListener, EventQueue, LowerTierListener
 from lmcache_histate.backends.fleet import Fleet
@@ -24,6 +26,7 @@ from lmcache_histate.backends.keeper import Keeper
 from lmcache_histate.backends.layout import Layouts, Namespace, namespace_of
 from lmcache_histate.backends.offers import RemoteOffers
 from lmcache_histate.backends.policies import HiStatePrefetchPolicy, HiStateStorePolicy
+from lmcache_histate.backends.reconnect import Reconnector
 from lmcache_histate.config import Config
 from lmcache_histate.protocol import (
     DROP_SNAPSHOTS,
@@ -53,6 +56,7 @@ def build_server_module(build: ExtServerModuleBuildContext) -> HiStateServerModu
         ValueError: Server flags under which LMCache would serve wrong states.
     """
     config = Config.from_json(build.config, os.environ) if build.config else Config()
+    secrets = {name: os.environ[name] for name in REMOTE_CREDENTIALS if name in os.environ}
     # LMCache's HTTP port shows the whole environment to anyone who asks.
     forget_secrets(os.environ)
     compat.check_signatures()
@@ -62,7 +66,7 @@ def build_server_module(build: ExtServerModuleBuildContext) -> HiStateServerModu
             "lmcache server must run with --separate-object-groups: with one object group a chunk without a snapshot "
             "is stored as if it had one, and hits return wrong tokens."
         )
-    return HiStateServerModule(context, config, settings_digest(build.config))
+    return HiStateServerModule(context, config, settings_digest(build.config), secrets)
 
 
 class HiStateServerModule:
@@ -72,9 +76,12 @@ class HiStateServerModule:
         context: LMCache's ``MPCacheServerContext``.
         config: The resolved configuration.
         digest: Name of the settings, told to connectors that join.
+        secrets: Environment variables that clients of remote tiers read when they are made.
     """
 
-    def __init__(self, context: Any, config: Config, digest: str = "") -> None:
+    def __init__(
+        self, context: Any, config: Config, digest: str = "", secrets: Mapping[str, str] | None = None
+    ) -> None:
         self._context = context
         self._digest = digest
         parts = compat.StorageParts.of(context.storage_manager)
@@ -83,7 +90,7 @@ class HiStateServerModule:
         adapters = parts.manager.l2_adapters()
         disk = adapters[0] if config.local_disk is not None and adapters else None
         disk_index = disk[0].index if disk is not None else None
-        remote = [descriptor.index for descriptor, _ in adapters if descriptor.index != disk_index]
+        has_remote = any(descriptor.index != disk_index for descriptor, _ in adapters)
         offer = config.histate.offer_to_remote
         store_policy = HiStateStorePolicy(
             disk_index,
@@ -106,11 +113,11 @@ class HiStateServerModule:
                 RemoteOffers,
                 parts=parts,
                 layouts=self._layouts,
-                adapters=remote,
+                disk_index=disk_index,
                 announce=store_policy.announce,
                 turn_ends=offer == "turn-ends",
             )
-            if remote and config.local_cpu and offer in ("turn-ends", "shared")
+            if has_remote and config.local_cpu and offer in ("turn-ends", "shared")
             else None,
         )
         parts.take_over_policies(
@@ -121,9 +128,7 @@ class HiStateServerModule:
         )
         parts.l1_manager.register_listener(CpuListener(self._queue))
         for descriptor, adapter in adapters:
-            compat.split_batches_by_size(adapter)
-            tier = Tier.DISK if descriptor.index == disk_index else Tier.REMOTE
-            adapter.register_listener(LowerTierListener(self._queue, tier))
+            self._attach(adapter, Tier.DISK if descriptor.index == disk_index else Tier.REMOTE)
         context.event_bus.register_subscriber(BusSubscriber(self._queue))
         for name, value in self._keeper.status().items():
             if isinstance(value, int | float) and not isinstance(value, bool):
@@ -136,6 +141,8 @@ class HiStateServerModule:
         self._directory_writer.register_metrics()
         self._directory_writer.start()
         self._keeper.start()
+        self._reconnector = Reconnector(parts.manager, partial(self._attach, tier=Tier.REMOTE), secrets or {})
+        self._reconnector.start()
         logger.info(
             "HiState %s: interval %s, eviction %s, disk %s",
             __version__,
@@ -154,11 +161,16 @@ class HiStateServerModule:
         status = {**self._keeper.status(), **self._directory_writer.status()}
         return {"histate": {"version": __version__, "instance": self._directory_writer.instance, **status}}
 
+    def _attach(self, adapter: L2AdapterInterface, tier: Tier) -> None:
+        compat.split_batches_by_size(adapter)
+        adapter.register_listener(LowerTierListener(self._queue, tier))
+
     def _figure(self, name: str) -> float:
         return float(self._keeper.status()[name])
 
     def close(self) -> None:
         """Stop the controller's thread and give up the lease in the directory."""
+        self._reconnector.stop()
         self._keeper.stop()
         self._directory_writer.close()
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from storage import KV_GROUP, MIB, STATE_GROUP, Storage, chunk_hashes, eventually, kv_bytes, state_bytes
 
+from lmcache_histate.backends import reconnect
 from lmcache_histate.replay.processes import free_ports
 from lmcache_histate.state_store.objects import Tier
 
@@ -39,7 +42,9 @@ class Remote:
 
 
 class Redis:
-    """A redis-server on loopback that keeps nothing on disk."""
+    """A redis-server on loopback that keeps nothing on disk, and wants a password."""
+
+    PASSWORD = "p@ss word"
 
     def __init__(self, folder: Path) -> None:
         program = shutil.which("redis-server")
@@ -47,6 +52,7 @@ class Redis:
             pytest.skip("needs redis-server")
         self.port = free_ports(1)[0]
         self._command = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        self._command += ["--requirepass", self.PASSWORD]
         self._folder = folder
         self.start()
 
@@ -65,7 +71,7 @@ class Redis:
     def names(self) -> list[str]:
         import redis
 
-        with redis.Redis(port=self.port) as client:
+        with redis.Redis(port=self.port, password=self.PASSWORD) as client:
             return [key.decode() for key in client.scan_iter(count=1000)]
 
     def kill(self) -> None:
@@ -74,8 +80,17 @@ class Redis:
 
 
 @pytest.fixture
-def redis_server(tmp_path: Path) -> Iterator[Redis]:
+def redis_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Redis]:
     server = Redis(tmp_path)
+    begin = Storage.__init__
+
+    def with_password(self: Storage, *arguments: Any, **options: Any) -> None:
+        # As `histate server` passes it; HiState removes it again once the clients are made.
+        monkeypatch.setenv("LMCACHE_RESP_PASSWORD", Redis.PASSWORD)
+        begin(self, *arguments, **options)
+        assert "LMCACHE_RESP_PASSWORD" not in os.environ
+
+    monkeypatch.setattr(Storage, "__init__", with_password)
     yield server
     server.kill()
 
@@ -227,14 +242,17 @@ def test_what_a_lookup_finds_or_misses_in_the_remote_tier_is_what_is_believed(
 
     assert elsewhere.lookup(path) == 8
     assert eventually(lambda: believed() == 8 * kv_bytes() + state_bytes())
-    with redis.Redis(port=redis_server.port) as client:
+    with redis.Redis(port=redis_server.port, password=Redis.PASSWORD) as client:
         client.flushall()
     elsewhere.lookup(path)
     assert eventually(lambda: believed() == 0)
 
 
 @pytest.mark.slow
-def test_a_remote_tier_that_dies_costs_hits_only(start: Start, redis_server: Redis) -> None:
+def test_a_remote_tier_that_dies_costs_hits_only_and_is_used_again_when_it_is_back(
+    start: Start, redis_server: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconnect, "CHECK_SECONDS", 0.2)
     storage = start(remote_url=f"redis://127.0.0.1:{redis_server.port}", disk=False)
     for number in range(3):
         serve(storage, chunk_hashes(f"before{number}", 8), [7])
@@ -246,11 +264,20 @@ def test_a_remote_tier_that_dies_costs_hits_only(start: Start, redis_server: Red
         assert storage.lookup(path) == 8
     assert eventually(lambda: counts(storage)["failed_offers"] >= 1, 60.0)
     assert storage.lookup(chunk_hashes("before0", 8)) == 8, "CPU memory has it"
-    keys = storage.keys(chunk_hashes("before1", 8), KV_GROUP) + storage.keys(
-        [chunk_hashes("before1", 8)[7]], STATE_GROUP
-    )
+    gone = chunk_hashes("before1", 8)
+    keys = [*storage.keys(gone, KV_GROUP), *storage.keys([gone[7]], STATE_GROUP)]
     assert storage.manager.delete_l1_keys(keys) == (9, 0), "nothing stays locked"
-    assert storage.lookup(chunk_hashes("before1", 8)) == 0
+    assert storage.lookup(gone) == 0
+
+    redis_server.start()
+    assert eventually(lambda: any(adapter.index > 0 for adapter, _ in storage.manager.l2_adapters()), 60.0)
+    assert eventually(lambda: len(storage.manager.l2_adapters()) == 1, 60.0)
+    back = chunk_hashes("back", 8)
+    serve(storage, back, [7])
+    keys = [*storage.keys(back, KV_GROUP), *storage.keys([back[7]], STATE_GROUP)]
+    assert eventually(lambda: len([name for name in redis_server.names() if back[7].hex() in name]) == 2, 60.0)
+    assert storage.manager.delete_l1_keys(keys) == (9, 0)
+    assert storage.lookup(back) == 8
     assert counts(storage)["errors"] == 0
 
 
