@@ -228,7 +228,7 @@ class DirectoryWriter:
         """Until there is something to do."""
         if self._in_hand or self._queue:
             return
-        if self._wake.wait(max(0.0, self._next_poll - self._clock())):
+        if self._wake.wait(min(self._poll_s, max(0.0, self._next_poll - self._clock()))):
             self._stop.wait(GATHER_SECONDS)
         self._wake.clear()
 
@@ -240,7 +240,8 @@ class DirectoryWriter:
                 self._registered.add(namespace)
                 with self._lock:
                     self._tell_again.add(namespace)
-        if self._clock() >= self._next_poll:
+        # Also when the clock jumped back.
+        if not 0.0 < self._next_poll - self._clock() <= self._poll_s:
             self.directory.poll(self._clock())
             self._note_schemas()
             self._next_poll = self._clock() + self._poll_s

@@ -91,10 +91,11 @@ class LocalDirectory(ViewReader):
                 hit = known._replace(hit_ms=now_ms, hit_position=change.position, hit_number=_SELF)
                 view.apply([(SESSION + change.end, pack_session(hit))])
             return
-        previous = view.session_at(change.previous)
-        if previous is not None and change.previous != change.end:
+        unknown = Session(UNPLACED, _SELF, b"", 0, 0, 0)
+        if change.previous not in (b"", change.end):
+            previous = view.session_at(change.previous) or unknown
             view.apply([(SESSION + change.previous, pack_session(previous._replace(moved_to=change.end)))])
-        ended = view.session_at(change.end) or Session(0, _SELF, b"", 0, 0, 0)
+        ended = view.session_at(change.end) or unknown
         ended = ended._replace(position=change.position, number=_SELF, moved_to=b"")
         view.apply([(SESSION + change.end, pack_session(ended))])
 

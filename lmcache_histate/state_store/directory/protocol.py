@@ -210,7 +210,7 @@ class SessionRecord(NamedTuple):
 
     Attributes:
         end: hash of that chunk.
-        position: tokens where the turn ended.
+        position: tokens where the turn ended; `UNPLACED` if only what came after it is known.
         instance: name of the instance where it ended.
         moved_to: end of the session's next turn; `b""` if this is its last. With it, `instance` is where that turn ended.
         hit_age_s: seconds since a request last reused the session's path; None if none did.

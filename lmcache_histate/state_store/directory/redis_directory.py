@@ -242,7 +242,6 @@ class RedisDirectory(ViewReader):
             seat.batch + 1,
             self._ttl_ms,
             seat.tier_number,
-            scripts.FEED_ENTRIES,
             b"".join(packed),
             statistics,
         )

@@ -23,7 +23,8 @@ BUCKETS = 1 << 14
 """Record hashes per namespace. One million records make 61 a bucket; up to 128 (Redis's default for
 `hash-max-listpack-entries`), that is two million, a bucket is one packed string."""
 FEED_ENTRIES = 512
-"""Batches kept for views to catch up; one that was away for longer reads all records anew."""
+"""Entries of the feed, each of one batch, that views can catch up on; one that was away for longer reads everything anew. The
+scripts have both numbers written out."""
 
 _COMMON = """
 local P = KEYS[1]
@@ -65,6 +66,14 @@ local function forget(number)
   call('HSET', P .. ':m', 'sweep', 16384)
 end
 
+-- Appends news to the feed; returns the entry's seq.
+local function tell(news, ttl)
+  local seq = call('HINCRBY', P .. ':m', 'seq', 1)
+  call('XADD', P .. ':f', 'MAXLEN', '~', 512, seq .. '-0', 'r', table.concat(news))
+  lengthen(P .. ':f', ttl)
+  return seq
+end
+
 local function server_ms()
   local time = call('TIME')
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -104,7 +113,7 @@ return {'ok', claimed and 1 or 0, tier or ''}
 PUBLISH = (
     _COMMON
     + """
--- ARGV: number, token, batch, ttl ms, tier's number or '', feed's length, changes, statistics or ''
+-- ARGV: number, token, batch, ttl ms, tier's number or '', changes, statistics or ''
 local lease = call('GET', P .. ':l:' .. ARGV[1])
 if not lease or sub(lease, 1, 8) ~= ARGV[2] then return 'lost' end
 local last = call('HGET', P .. ':w', ARGV[1])
@@ -112,8 +121,8 @@ if last and tonumber(ARGV[3]) <= tonumber(last) then return 'again' end
 call('HSET', P .. ':w', ARGV[1], ARGV[3])
 local live = members()
 local mine, tier = packed(ARGV[1]), ARGV[5] ~= '' and packed(ARGV[5]) or ''
-local ttl, changes, at = tonumber(ARGV[4]), ARGV[7], 1
-local news, unplaced = {}, string.rep(char(0), 4)
+local ttl, changes, at = tonumber(ARGV[4]), ARGV[6], 1
+local news, unplaced, no_hit = {}, string.rep(char(0), 4), string.rep(char(0), 14)
 local now48
 
 local function put(key, field, record)
@@ -129,6 +138,12 @@ end
 local function known(key, field)
   local record = call('HGET', key, field)
   if record and byte(record, 1) == 1 then return record end
+end
+
+-- What a dead member said of a session is void.
+local function session(key, hash)
+  local record = known(key, 's' .. hash)
+  if record and live[sub(record, 6, 9)] then return record end
 end
 
 while at <= #changes do
@@ -158,7 +173,7 @@ while at <= #changes do
       put(key, 'c' .. hash, char(1) .. head .. table.concat(holders))
     else
       drop(key, 'c' .. hash)
-      drop(key, 's' .. hash)
+      drop(key, 's' .. hash)  -- a session goes with the chunk that names it
     end
   elseif kind == 2 then
     local position, length = sub(changes, at, at + 3), byte(changes, at + 4)
@@ -166,28 +181,24 @@ while at <= #changes do
     at = at + 5 + length
     if length > 0 and previous ~= hash then
       local before = bucket(previous)
-      local old = known(before, 's' .. previous)
-      if old then put(before, 's' .. previous, sub(old, 1, 5) .. mine .. sub(old, 10, 23) .. hash) end
+      local old = session(before, previous)
+      local head = old and sub(old, 1, 5) or char(1) .. unplaced
+      put(before, 's' .. previous, head .. mine .. (old and sub(old, 10, 23) or no_hit) .. hash)
     end
-    local old = known(key, 's' .. hash)
-    local hit = old and sub(old, 10, 23) or string.rep(char(0), 14)
-    put(key, 's' .. hash, char(1) .. position .. mine .. hit)
+    local old = session(key, hash)
+    put(key, 's' .. hash, char(1) .. position .. mine .. (old and sub(old, 10, 23) or no_hit))
   else
     local position = sub(changes, at, at + 3)
     at = at + 4
-    local old = known(key, 's' .. hash)
+    local old = session(key, hash)
     if old then
       now48 = now48 or sub(struct.pack('<I8', server_ms()), 1, 6)
       put(key, 's' .. hash, sub(old, 1, 9) .. position .. mine .. now48 .. sub(old, 24))
     end
   end
 end
-if ARGV[8] ~= '' then call('HSET', P .. ':x', ARGV[1], ARGV[8]) end
-if #news > 0 then
-  local seq = call('HINCRBY', P .. ':m', 'seq', 1)
-  call('XADD', P .. ':f', 'MAXLEN', '~', ARGV[6], seq .. '-0', 'r', table.concat(news))
-  lengthen(P .. ':f', ttl)
-end
+if ARGV[7] ~= '' then call('HSET', P .. ':x', ARGV[1], ARGV[7]) end
+if #news > 0 then tell(news, ttl) end
 return 'ok'
 """
 )
@@ -195,8 +206,9 @@ return 'ok'
 POLL = (
     _COMMON
     + """
--- Takes out of a bucket what only numbers without a lease said. Returns the number of records looked at.
-local function clean(key, live)
+-- Takes out of a bucket what only numbers without a lease said, and sessions whose chunk nobody holds. Views find out the
+-- former by themselves; of the latter there is news. Returns the number of records looked at.
+local function clean(key, live, news)
   local all, kept = call('HGETALL', key), {}
   for i = 1, #all, 2 do
     local field, record = all[i], all[i + 1]
@@ -216,7 +228,10 @@ local function clean(key, live)
   end
   for i = 1, #all, 2 do
     local field = all[i]
-    if byte(field) == 115 and not (kept[sub(field, 2)] and live[sub(all[i + 1], 6, 9)]) then call('HDEL', key, field) end
+    if byte(field) == 115 and not (kept[sub(field, 2)] and live[sub(all[i + 1], 6, 9)]) then
+      call('HDEL', key, field)
+      news[#news + 1] = struct.pack('<I2I2', #field, 0) .. field
+    end
   end
   return #all / 2
 end
@@ -259,10 +274,13 @@ if ARGV[1] ~= '' and status == 'ok' then
   end
 
   -- Sweeping: after a member went, some thousand records at a time.
-  local budget = 4096
+  local budget, news = 4096, {}
   while sweep > 0 and budget > 0 do
     sweep = sweep - 1
-    budget = budget - 4 - clean(P .. ':c:' .. sweep, live)
+    budget = budget - 4 - clean(P .. ':c:' .. sweep, live, news)
+  end
+  if #news > 0 then
+    meta[2] = tell(news, tonumber(ARGV[4]))
   end
   if cursor ~= before[1] or started ~= before[2] or sweep ~= before[3] then
     call('HSET', P .. ':m', 'cursor', cursor, 'started', started, 'sweep', sweep, 'rounds', rounds)

@@ -108,8 +108,8 @@ class PlainDirectory:
             if not self._anyone(chunk):
                 self.sessions.pop(chunk, None)
         elif isinstance(change, SessionEnded):
-            if change.previous and change.previous != change.end and change.previous in self.sessions:
-                position, _, _ = self.sessions[change.previous]
+            if change.previous and change.previous != change.end:
+                position, _, _ = self.sessions.get(change.previous, (UNPLACED, "", b""))
                 self.sessions[change.previous] = position, name, change.end
             self.sessions[change.end] = change.position, name, b""
 
