@@ -18,8 +18,7 @@ from lmcache_histate.state_store.directory.protocol import (
     SessionHit,
     Statistics,
 )
-from lmcache_histate.state_store.directory.reading import ViewReader
-from lmcache_histate.state_store.directory.view import LiveMember, NamespaceView
+from lmcache_histate.state_store.directory.view import LiveMember, NamespaceView, ViewReader
 
 _SELF, _TIER = 1, 2
 """Numbers of this instance and of its shared tier."""

@@ -31,9 +31,8 @@ from lmcache_histate.state_store.directory.protocol import (
     Statistics,
     Unusable,
 )
-from lmcache_histate.state_store.directory.reading import ViewReader
 from lmcache_histate.state_store.directory.url import DirectoryAddress
-from lmcache_histate.state_store.directory.view import LiveMember, NamespaceView
+from lmcache_histate.state_store.directory.view import LiveMember, NamespaceView, ViewReader
 
 ENTRIES_AT_ONCE = 64
 """Feed entries taken in with one round trip."""

@@ -1,4 +1,4 @@
-"""The local view of one namespace: what the members said, as far as it is known here.
+"""The local view of a namespace: what the members said, as far as it is known here; and answers from such views.
 
 One thread writes it; any thread may read, without a lock: every read is of single dictionary entries that are replaced
 whole. A member counts while its lease is good by this process's own clock, so a view that hears nothing any more forgets
@@ -8,7 +8,7 @@ the others by itself.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -245,3 +245,53 @@ class NamespaceView:
             if known.deadline > now and number not in self.own_numbers:
                 total += known.statistics
         return total
+
+
+class ViewReader:
+    """The reading half of a `Directory`: answers from the views of its namespaces. One that was never registered is empty."""
+
+    def __init__(self) -> None:
+        self._views: dict[str, NamespaceView] = {}
+
+    def instances(self, namespace: str, now: float) -> list[Member]:
+        """See `Directory.instances`."""
+        view = self._views.get(namespace)
+        return [] if view is None else sorted(view.live(now).values(), key=lambda member: (member.is_tier, member))
+
+    def holders(self, namespace: str, chunk_hashes: Sequence[bytes], now: float) -> list[tuple[Holder, ...]]:
+        """See `Directory.holders`."""
+        view = self._views.get(namespace)
+        if view is None:
+            return [()] * len(chunk_hashes)
+        live = view.live(now)
+        return [view.holders(chunk_hash, live) for chunk_hash in chunk_hashes]
+
+    def elsewhere(self, namespace: str, chunk_hash: bytes, kind: Kind, now: float) -> Elsewhere:
+        """See `Directory.elsewhere`."""
+        view = self._views.get(namespace)
+        return NOWHERE_ELSE if view is None else view.elsewhere(chunk_hash, kind, now)
+
+    def locate(self, namespace: str, chunk_hashes: Sequence[bytes], now: float) -> list[Location]:
+        """See `Directory.locate`."""
+        view = self._views.get(namespace)
+        return [] if view is None else view.locate(chunk_hashes, now)
+
+    def session(self, namespace: str, end: bytes, now: float) -> SessionRecord | None:
+        """See `Directory.session`."""
+        view = self._views.get(namespace)
+        return None if view is None else view.session(end, now)
+
+    def news(self, namespace: str, limit: int, now: float) -> list[ChunkRecord]:
+        """See `Directory.news`."""
+        view = self._views.get(namespace)
+        return [] if view is None else view.news(limit, now)
+
+    def records(self, namespace: str, now: float) -> list[ChunkRecord]:
+        """See `Directory.records`."""
+        view = self._views.get(namespace)
+        return [] if view is None else view.records(now)
+
+    def statistics(self, namespace: str, now: float) -> Statistics:
+        """See `Directory.statistics`."""
+        view = self._views.get(namespace)
+        return Statistics() if view is None else view.statistics(now)
