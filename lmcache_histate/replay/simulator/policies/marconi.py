@@ -21,7 +21,7 @@ class MarconiOrder(UnitOrder):
 
     The FLOP efficiency of a unit is the prefill that it saves beyond the restore point before it, over its bytes. With
     `T` the span of last accesses and `E` that of efficiencies, the order is that of `t + alpha * T / E * efficiency`: `T`
-    and `E` are taken anew each time that the queues are repriced.
+    and `E` are taken anew once in a while, so that a victim's share of that is O(1).
 
     Args:
         policy: Whose order it is.
@@ -34,6 +34,7 @@ class MarconiOrder(UnitOrder):
         self.alpha = alpha
         self._times = times
         self._weight = 0.0
+        self._victims_left = 0
 
     def efficiency(self, node: int, tier: Tier) -> float:
         """Seconds of prefill saved for each token of KV that goes. O(stretch)."""
@@ -62,6 +63,14 @@ class MarconiOrder(UnitOrder):
                 span = max(efficiency) - min(efficiency)
                 if span > 0:
                     self._weight = self.alpha * (max(accessed) - min(accessed)) / span
+
+    def next_victim(self, tier: Tier, now: float, spaces: Sequence[int] | None = None) -> Victim | None:
+        """The lowest score, by spans that at most an eighth as many victims ago were exact."""
+        if self.alpha and self._victims_left <= 0:
+            self.reprice()
+            self._victims_left = max(8, sum(self.queued(held) for held in MANAGED) // 8)
+        self._victims_left -= 1
+        return super().next_victim(tier, now, spaces)
 
     def reprice(self, tau: float | None = None) -> None:
         """Rescale, then price every unit."""

@@ -94,10 +94,10 @@ class GdsfOrder(UnitOrder):
         return clock + count * cost / self.freed_tokens(node, tier)
 
     def used(self, nodes: Sequence[int], now: float) -> None:
-        """One more use at the clock as it is. O(nodes)."""
+        """One more use, besides that of coming in, at the clock as it is. O(nodes)."""
         uses, clock = self._uses, self.clock
         for node in nodes:
-            uses[node] = (uses.get(node, (0, 0.0))[0] + 1, clock)
+            uses[node] = (uses.get(node, (1, 0.0))[0] + 1, clock)
 
     def freed(self, node: int) -> None:
         """Its history goes with it."""
