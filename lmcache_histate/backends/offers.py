@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from lmcache.v1.distributed.api import ObjectKey
 
@@ -129,7 +130,9 @@ class RemoteOffers:
                 self._add(namespace, end, now, shared=False)
         if self._awaited and not self._given_up(now):
             return
-        for place in list(self._offers)[:TRIES_PER_ROUND] if now >= self._paused_until else ():
+        if now < self._paused_until:
+            return
+        for place in list(islice(self._offers, TRIES_PER_ROUND)):
             if self._go_on(place, now):
                 return
 
