@@ -99,6 +99,7 @@ class DirectoryWriter:
         self._queue: deque[tuple[str, Change]] = deque()
         self._namespaces: dict[str, NamespaceFacts] = {}
         self._tell_again: set[str] = set()
+        self._void: set[str] = set()
         self._registered: set[str] = set()
         self._in_hand: deque[_Batch] = deque()
         self._next_poll = 0.0
@@ -150,6 +151,12 @@ class DirectoryWriter:
         with self._lock:
             names, self._tell_again = self._tell_again, set()
         return sorted(names)
+
+    def begin_again(self, namespace: str) -> None:
+        """More has changed than will ever be said: void all that was said of a namespace, and have it told again. O(1)."""
+        with self._lock:
+            self._void.add(namespace)
+        self._wake.set()
 
     @property
     def instance(self) -> str:
@@ -234,6 +241,10 @@ class DirectoryWriter:
 
     def _round(self) -> None:
         """All that is due. Raises `DirectoryError`."""
+        if self._void:
+            with self._lock:
+                void, self._void = self._void, set()
+            self._registered -= void
         for namespace, facts in self._namespaces.items():
             if namespace not in self._registered:
                 self._note(self.directory.register(namespace, facts, self._clock()))

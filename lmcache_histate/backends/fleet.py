@@ -47,6 +47,8 @@ CHECK_SECONDS = 1.0
 """Pause between two rounds of questions whether sessions went on elsewhere."""
 STATISTICS_SECONDS = 5.0
 """Pause between two statements of our statistics."""
+MAX_UNSAID = 1 << 17
+"""Chunks that wait to be told, some 40 MB; beyond it everything is told anew once the directory takes words again."""
 MAX_TURNS = 4096
 """Turns that wait to settle; the oldest are not told."""
 MAX_UNPLACED = 1 << 16
@@ -94,6 +96,7 @@ class Fleet:
         self.facts: dict[str, NamespaceFacts] = {}
         """Namespaces that this server takes part in; replaced whole, so that any thread may read it."""
         self._to_say: dict[tuple[str, bytes], SharedNews] = {}
+        self._to_tell_again: dict[str, Iterator[bytes]] = {}
         self._unplaced: OrderedDict[tuple[str, bytes], None] = OrderedDict()
         self._claimed: dict[tuple[str, bytes], tuple[int, float]] = {}
         self._hit_here: OrderedDict[tuple[str, bytes], float] = OrderedDict()
@@ -179,7 +182,8 @@ class Fleet:
     def round(self, now: float) -> bool:
         """Say and hear what there is, a bounded amount of it; whether something is left to do at once."""
         for name in self._writer.to_be_told_again():
-            self._say_all_again(name)
+            self._to_tell_again[name] = iter(list(self._policy.space(name).nodes))
+        self._tell_again()
         more = self._hear(now)
         while self._ended and self._ended[0][0] <= now:
             _, name, chunk_hashes = self._ended.popleft()
@@ -188,7 +192,8 @@ class Fleet:
         if now >= self._next_statistics:
             self._next_statistics = now + STATISTICS_SECONDS
             self._statistics(now)
-        return self._say(now) or more
+        taken = self._say(now)
+        return more or (taken and bool(self._to_say or self._to_tell_again))
 
     # -- saying ---------------------------------------------------------------------------------------------------
 
@@ -197,9 +202,14 @@ class Fleet:
         # What was seen last counts.
         there = before.there & ~seen.gone | seen.there
         self._to_say[name, chunk_hash] = SharedNews(there, before.gone & ~seen.there | seen.gone)
+        if len(self._to_say) > MAX_UNSAID:
+            self._to_say.clear()
+            self._to_tell_again.clear()
+            for served in self._namespaces:
+                self._writer.begin_again(served)
 
     def _say(self, now: float) -> bool:
-        """Tell what waits; whether more waits that there is room for."""
+        """Tell some of what waits; False when the queue was full."""
         for _ in range(min(SAID_PER_ROUND, len(self._to_say))):
             (name, chunk_hash), seen = next(iter(self._to_say.items()))
             change = self._held(name, chunk_hash, seen)
@@ -215,7 +225,7 @@ class Fleet:
                 self._unplaced[name, chunk_hash] = None
                 if len(self._unplaced) > MAX_UNPLACED:
                     self._unplaced.popitem(last=False)
-        return bool(self._to_say)
+        return True
 
     def _held(self, name: str, chunk_hash: bytes, seen: SharedNews) -> ChunkHeld:
         """All that is to be said of one chunk. O(1)."""
@@ -232,12 +242,19 @@ class Fleet:
             return ChunkHeld(chunk_hash, held, shared_removed=seen.gone)
         return ChunkHeld(chunk_hash, held, tree.hashes[tree.parent[node]], tree.position[node], seen.gone)
 
-    def _say_all_again(self, name: str) -> None:
-        """What was said is void. O(chunks).
+    def _tell_again(self) -> None:
+        """Go on with namespaces of which all that was said is void. O(``SAID_PER_ROUND``).
 
         What is known of the shared tier is said as well: where the directory lost its data, nobody else may know it.
         """
-        for chunk_hash in self._policy.space(name).nodes:
+        for _ in range(SAID_PER_ROUND if len(self._to_say) < SAID_PER_ROUND else 0):
+            if not self._to_tell_again:
+                return
+            name, chunk_hashes = next(iter(self._to_tell_again.items()))
+            chunk_hash = next(chunk_hashes, None)
+            if chunk_hash is None:
+                del self._to_tell_again[name]
+                continue
             seen = SharedNews(self._on_shared_tier(name, chunk_hash))
             if self._held(name, chunk_hash, seen).held:
                 self._say_later(name, chunk_hash, seen)

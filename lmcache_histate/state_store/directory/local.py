@@ -35,7 +35,7 @@ class LocalDirectory(ViewReader):
     """
 
     lease_s = math.inf
-    other_schemas = ()
+    other_schemas: tuple[int, ...] = ()
 
     def __init__(self, name: str, address: str = "", shared_tier: str = "", max_records: int = 1_000_000) -> None:
         super().__init__()

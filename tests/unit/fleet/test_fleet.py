@@ -12,6 +12,7 @@ from contextlib import ExitStack
 import pytest
 import redis
 
+from lmcache_histate.backends import fleet
 from lmcache_histate.backends.fleet import Fleet
 from lmcache_histate.backends.layout import ModelLayout, Namespace
 from lmcache_histate.backends.remote_copies import RemoteCopies
@@ -41,14 +42,21 @@ class DirectWriter:
         self.directory, self.instance = directory, name
         self.facts: dict[str, NamespaceFacts] = {}
         self.again: list[str] = []
+        self.full = False
 
     def join(self, namespace: str, facts: NamespaceFacts) -> None:
         self.facts[namespace] = facts
         self.directory.register(namespace, facts, time.monotonic())
 
     def put(self, namespace: str, change: Change) -> bool:
+        if self.full:
+            return False
         self.directory.publish(namespace, [change], time.monotonic())
         return True
+
+    def begin_again(self, namespace: str) -> None:
+        self.directory.register(namespace, self.facts[namespace], time.monotonic())
+        self.again.append(namespace)
 
     def to_be_told_again(self) -> list[str]:
         names, self.again = self.again, []
@@ -90,10 +98,10 @@ class Instance:
         sizes = {Kind.KV: KV_BYTES, Kind.SNAPSHOT: STATE_BYTES}
         return [
             CacheObject(chunk, kind, rank, tier, sizes[kind])
-            for number, chunk in enumerate(path)
+            for chunk in path
             for kind in kinds
             for rank in range(self.layout.ranks)
-            if kind == Kind.KV or number in PLACES
+            if kind == Kind.KV or (chunk in PATH and PATH.index(chunk) in PLACES)
         ]
 
     def store(self, tier: Tier, path: list[bytes] = PATH) -> None:
@@ -338,6 +346,32 @@ def test_after_the_directory_lost_its_data_everything_is_told_again(make, redis_
         assert time.monotonic() < deadline, (one.tokens(), other.tokens())
         all_rounds(one, other, times=1)
     assert one.known_shared() == other.known_shared() == PATH
+
+
+def test_what_the_queue_refuses_is_told_later_and_too_much_of_it_is_told_anew(make, monkeypatch) -> None:
+    monkeypatch.setattr(fleet, "MAX_UNSAID", 8)
+    monkeypatch.setattr(fleet, "SAID_PER_ROUND", 4)
+    one, other = make("a"), make("b")
+    one.store(Tier.CPU)
+    all_rounds(one, other)
+    one.writer.full = True
+    one.remove(Tier.CPU, PATH[4:])
+    all_rounds(one, other)
+    assert other.tokens() == {"a": 6}, "not told yet"
+    one.writer.full = False
+    all_rounds(one, other)
+    assert other.tokens() == {"a": 3}
+    one.writer.full = True
+    one.remove(Tier.CPU, PATH[1:])
+    many = [f"other-{number}".encode() for number in range(40)]
+    one.policy.lookup(one.space.name, many, 1.0)
+    one.policy.stored(one.space.name, [CacheObject(chunk, Kind.KV, 0, Tier.CPU, KV_BYTES) for chunk in many], 1.0)
+    one.fleet.changed(one.space, many)
+    assert one.fleet.unsaid <= 8
+    one.writer.full = False
+    all_rounds(one, other, times=5)
+    held = other.directory.holders(one.space.name, [*PATH, *many], time.monotonic())
+    assert [bool(holders) for holders in held] == [True] + [False] * 5 + [True] * 40
 
 
 def test_our_own_word_that_is_still_on_its_way_is_not_taken_back(make) -> None:
