@@ -16,6 +16,7 @@ from lmcache_histate.replay.simulator import POLICIES, simulate
 from lmcache_histate.replay.simulator.engine import Engine
 from lmcache_histate.replay.traces.model import Trace
 
+
 def figures(run: Run) -> Any:
     facts = msgspec.to_builtins(run.facts)
     facts["settings"].pop("wall_seconds")
@@ -39,7 +40,13 @@ def check_room(engine: Engine, limited: bool) -> None:
         assert min(memory.free, memory.queued) >= 0
 
 
-@pytest.mark.parametrize("policy", list(POLICIES))
+FAST = ("vllm", "cpu-disk", "hicache", "gdsf", "s3fifo", "histate-fixed-4k", "offline", "unlimited")
+"""One of each family; the others take longer together than a quick run of tests may."""
+
+
+@pytest.mark.parametrize(
+    "policy", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in POLICIES]
+)
 def test_capacities_causes_and_determinism(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = Engine._schedule
 
@@ -50,7 +57,7 @@ def test_capacities_causes_and_determinism(policy: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(Engine, "_schedule", watched)
 
     @given(random_traces(), st.sampled_from([0, 3]), st.booleans())
-    @hypothesis_settings(max_examples=12, deadline=None)
+    @hypothesis_settings(max_examples=8, deadline=None)
     def check(trace: Trace, seed: int, remote: bool) -> None:
         chosen = settings(policy, seed=seed, remote_bytes=LIMITS["remote"] * KV_BYTES if remote else 0.0)
         run = simulate(trace, chosen)
@@ -70,13 +77,13 @@ def test_capacities_causes_and_determinism(policy: str, monkeypatch: pytest.Monk
 
 
 @given(random_traces())
-@hypothesis_settings(max_examples=15, deadline=None)
+@hypothesis_settings(max_examples=8, deadline=None)
 def test_with_one_session_at_a_time_the_unlimited_cache_hits_all_that_can_be_reused(trace: Trace) -> None:
     run = simulate(trace, settings("unlimited", sessions=1))
     # Streams of one session may overlap; here every session has one, so nothing is in flight twice.
     assert [one.hit_tokens for one in run.requests] == [one.reusable_tokens for one in run.requests]
     total = sum(one.hit_tokens for one in run.requests)
-    for policy in ("vllm", "cpu-disk", "fixed-4k", "marconi", "histate", "offline"):
+    for policy in ("vllm", "cpu-disk", "fixed-4k", "marconi", "histate-fixed-4k", "offline"):
         other = simulate(trace, settings(policy, sessions=1))
         assert sum(one.hit_tokens for one in other.requests) <= total
         assert [one.reusable_tokens for one in other.requests] == [one.reusable_tokens for one in run.requests]

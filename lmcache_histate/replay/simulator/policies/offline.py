@@ -173,3 +173,13 @@ class OfflineTiers(UnitTiers):
         """As ever, once the future knows that this request is past."""
         self._future.seen(prompt, now)
         return super().lookup(prompt, path, now)
+
+    def store(
+        self, prompt: Prompt, path: Sequence[int], start: int, end: int, snapshots: Sequence[int], now: float
+    ) -> None:
+        """Only what will be used comes in."""
+        future, never = self._future, float("inf")
+        while end > start and future.wait(future.uses.get(path[end - 1], ()), now) == never:
+            end -= 1
+        wanted = [place for place in snapshots if future.wait(future.resumes.get(path[place - 1], ()), now) != never]
+        super().store(prompt, path, start, end, wanted, now)

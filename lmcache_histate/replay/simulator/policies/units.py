@@ -295,6 +295,7 @@ class UnitTiers(Tiers):
         self._add([entry._replace(tier=Tier.DISK) for entry in there], now)
         self._take(there, now)
         self._demote_overtaken(now)
+        self._wait_for_overtaken(now)
         self._make_room(now)
 
     # -- overtaken snapshots (`backends.keeper`) ----------------------------------------------------------------------
@@ -307,16 +308,24 @@ class UnitTiers(Tiers):
         for other in (tree.previous_restorable(node), node):
             if other != NO_NODE and tree.hashes[other]:
                 self._overtaken.append((now + SETTLE_SECONDS, tree.hashes[other]))
-        if not self._waiting and self._overtaken:
-            self._waiting = True
-            self.site.later(self._overtaken[0][0], self._settled)
+        self._wait_for_overtaken(now)
+
+    def _wait_for_overtaken(self, now: float) -> None:
+        """Look again when the next one has settled; where the disk is busy, the end of a write looks again."""
+        if self._waiting or not self._overtaken:
+            return
+        due = max(self._overtaken[0][0], self._paused_until)
+        if due <= now:
+            if self._moving:
+                return
+            due = now + SETTLE_SECONDS
+        self._waiting = True
+        self.site.later(due, self._settled)
 
     def _settled(self, now: float) -> None:
         self._waiting = False
         self._demote_overtaken(now)
-        if self._overtaken and not self._moving:
-            self._waiting = True
-            self.site.later(max(self._overtaken[0][0], self._paused_until, now + 1e-3), self._settled)
+        self._wait_for_overtaken(now)
 
     def _demote_overtaken(self, now: float) -> None:
         tree = self._tree
