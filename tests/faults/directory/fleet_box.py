@@ -120,6 +120,14 @@ class Instance:
     def sees_all(self, name: str, chunks: Iterable[int]) -> bool:
         return all(name in names for names in self.sees(chunks))
 
+    def sees_held(self, name: str, chunks: Iterable[int], held: int) -> bool:
+        """Whether it sees exactly this of all the chunks."""
+        hashes = [chunk_hash(index) for index in chunks]
+        return all(
+            held in [holder.held for holder in holders if holder.member.name == name]
+            for holders in self.directory.holders(SPACE, hashes, self.clock())
+        )
+
     def sees_none(self, name: str, chunks: Iterable[int]) -> bool:
         return not any(name in names for names in self.sees(chunks))
 

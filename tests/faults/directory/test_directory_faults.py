@@ -130,6 +130,7 @@ def test_a_full_queue_during_an_outage_loses_nothing(server: RedisServer, record
             record,
             "server away and the queue full",
             "the queue refuses (counted); the owner keeps what it could not say, and says it later",
+            lambda: pair.b.sees_held("a", OURS, KV) and pair.a.sees_all("b", THEIRS),
         )
     finally:
         pair.close()
