@@ -164,9 +164,10 @@ def _bytes(option: str, text: str) -> float:
 
 def _settings(cost_model: Path | None, **values: Any) -> SimulationSettings:
     try:
-        if cost_model is not None:
-            values["times"] = read_cost_model(cost_model)
-        return SimulationSettings(**values)
+        settings = SimulationSettings(**values)
+        if cost_model is None:
+            return settings
+        return replace(settings, **read_cost_model(cost_model).settings(MODELS[settings.model].kv_bytes_per_token))
     except (CostModelError, ValueError) as error:
         fail(str(error))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -212,7 +213,9 @@ def _capacity(text: str) -> float | Capacity:
 def _settings(sessions: int, model: str, gpu: str, gpu_memory: str, cost_model: Path | None) -> SimulationSettings:
     try:
         gpu_bytes = parse_gib(gpu_memory) * GIB
-        times = read_cost_model(cost_model).times if cost_model is not None else None
-        return SimulationSettings(sessions=sessions, model=model, gpu=gpu, gpu_bytes=gpu_bytes, times=times)
+        settings = SimulationSettings(sessions=sessions, model=model, gpu=gpu, gpu_bytes=gpu_bytes)
+        if cost_model is None:
+            return settings
+        return replace(settings, **read_cost_model(cost_model).settings(MODELS[model].kv_bytes_per_token))
     except (ValueError, CostModelError) as error:
         fail(str(error))

@@ -45,8 +45,9 @@ class CostModel:
 
     Attributes:
         times: Of scheduler steps.
-        restore_token_s: Seconds that a hit takes for each token that it restores; None if not measured.
-        restore_fixed_s: Seconds that a hit takes besides, with a step for its new tokens; None if not measured.
+        restore_token_s: Seconds that a hit takes for each token that it restores from behind the engine's own cache; None
+            if not measured.
+        restore_fixed_s: Seconds that such a hit takes besides, with a step for its new tokens; None if not measured.
         measured_on: Words for reports.
     """
 
@@ -55,13 +56,16 @@ class CostModel:
     restore_fixed_s: float | None = None
     measured_on: str = ""
 
-    def restore_bytes_per_second(self, kv_bytes_per_token: float) -> float | None:
-        """Bandwidth of the path that hits came over, for a model's KV; None if it was not measured or is beyond notice.
+    def settings(self, kv_bytes_per_token: float) -> dict[str, Any]:
+        """What it changes in `SimulationSettings`: the times, and the speed of the link to CPU memory if it was measured.
 
         Args:
-            kv_bytes_per_token: Of the model.
+            kv_bytes_per_token: Of the model that is simulated; a token of it takes as long as one that was measured.
         """
-        return kv_bytes_per_token / self.restore_token_s if self.restore_token_s else None
+        found: dict[str, Any] = {"times": self.times}
+        if self.restore_token_s:
+            found["pcie_bytes_per_second"] = kv_bytes_per_token / self.restore_token_s
+        return found
 
 
 def write_cost_model(path: Path, model: CostModel) -> None:
@@ -288,6 +292,7 @@ class _Calibrator:
         self._random = random.Random(seed)
         self._on_request = on_request
         self._notes: list[str] = []
+        self._restored = False
 
     async def run(self) -> Calibration:
         await self._send(self._prompt(self._lengths[0]), 4)  # an engine's first step sets up its kernels
@@ -305,7 +310,7 @@ class _Calibrator:
         together = await asyncio.gather(*(self._steps(self._prompt(short), DECODE_TOKENS) for _ in range(DECODE_BATCH)))
         batch_s = median(step for steps in together for step in steps)
         times = step_times(prefill_fit, decode, batch_s)
-        restore = hits_fit.coefficients if hits_fit else None
+        restore = hits_fit.coefficients if hits_fit and self._restored else None
         cost = CostModel(
             times,
             restore[1] if restore else None,
@@ -347,6 +352,7 @@ class _Calibrator:
             self._notes.append(
                 "No prompt that was sent again hit: is prefix caching on, and is there room for one prompt?"
             )
+        self._restored = emptied
         where = "the tiers behind vLLM's own cache, which was emptied before each" if emptied else "vLLM's own cache"
         if not emptied and found:
             self._notes.append(

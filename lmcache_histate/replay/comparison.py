@@ -238,7 +238,7 @@ class Point:
     @property
     def capacity_text(self) -> str:
         """Words for the capacity."""
-        tiers = ", ".join(f"{tier} {_gib(nbytes)}" for tier, nbytes in self.capacities.items())
+        tiers = ", ".join(f"{tier} {_gib(nbytes)}" for tier, nbytes in self.capacities.items() if nbytes)
         if self.factor is None:
             return tiers or "capacity not known"
         return f"{self.factor:g}x the working set" + (f" ({tiers})" if tiers else "")

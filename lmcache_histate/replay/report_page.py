@@ -231,7 +231,7 @@ class _Writer:
             drawn.append(
                 ("recomputed", "Tokens computed again, by cause.", figures.recomputed_by_cause(point, by_mean))
             )
-        if (figure := figures.evictions(point, by_mean)) is not None:
+        if (figure := figures.evictions(point, [s for s in by_mean if s in curves])) is not None:
             drawn.append(("evictions", "What left each tier for good, and whether it was missed later.", figure))
         if (figure := figures.occupancy(point, curves)) is not None:
             drawn.append(("occupancy", "Bytes in every tier over time (first seed).", figure))
@@ -254,7 +254,8 @@ class _Writer:
                 {
                     "label": series.label,
                     "ours": series.policy == self._ours,
-                    "colour": self._styles[series].colour,
+                    # Of all others a colour would stand for several.
+                    "colour": self._styles[series].colour if series in self._curves else "transparent",
                     "cells": self._cells(point, series, which, numbers),
                 }
             )

@@ -17,6 +17,7 @@ from lmcache_histate.replay.calibration import (
     write_cost_model,
 )
 from lmcache_histate.replay.endpoint_client import EndpointClient, EndpointError
+from lmcache_histate.replay.simulator import SimulationSettings
 from lmcache_histate.replay.simulator.hardware import StepTimes
 
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
@@ -87,6 +88,7 @@ def test_prompts_are_cold_then_hit():
     assert [m.cached_tokens for m in result.hits] == [32, 64, 128, 256]
     assert result.prefill[-1].seconds > result.hits[-1].seconds
     assert any("vLLM's own cache, which restores nothing" in note for note in result.notes)
+    assert result.model.restore_token_s is None
 
 
 def test_a_server_that_never_hits_or_does_not_say_so_gives_no_restore_cost():
@@ -114,9 +116,11 @@ def test_a_cost_model_survives_its_file(tmp_path, restore):
     assert read_cost_model(tmp_path / "m.yaml") == model
 
 
-def test_restoring_is_a_bandwidth_for_a_model():
-    assert CostModel(TIMES, 1e-6).restore_bytes_per_second(32768) == pytest.approx(32.768e9)
-    assert CostModel(TIMES).restore_bytes_per_second(32768) is None
+def test_a_cost_model_becomes_settings_of_the_simulator():
+    settings = SimulationSettings(**CostModel(TIMES, 1e-6).settings(32768))
+    assert settings.times == TIMES
+    assert settings.pcie_bytes_per_second == pytest.approx(32.768e9)
+    assert CostModel(TIMES).settings(32768) == {"times": TIMES}
 
 
 @pytest.mark.parametrize(
