@@ -36,6 +36,8 @@ Examples:
   histate locate --model NAME prompt.json
                                          which instance can restore how much of a prompt
   histate fsck /mnt/nvme/histate         check the disk tier
+  histate sweep traces/                  every policy at every capacity, simulated; then histate report sweep
+  histate replay traces/ --endpoint URL  the same requests on a live server, for the same report
   histate demo                           HiState against stock LMCache on this machine, without a GPU
 """
 
