@@ -35,6 +35,11 @@ local function bucket(hash)
   return P .. ':c:' .. (((a or 0) * 256 + (b or 0)) % 16384)
 end
 
+-- Several times as fast as struct.pack, which is called for every record.
+local function u16(number)
+  return char(number % 256, math.floor(number / 256))
+end
+
 local function packed(number)
   return struct.pack('<I4', tonumber(number))
 end
@@ -128,11 +133,11 @@ local now48
 local function put(key, field, record)
   call('HSET', key, field, record)
   lengthen(key, ttl)
-  news[#news + 1] = struct.pack('<I2I2', #field, #record) .. field .. record
+  news[#news + 1] = u16(#field) .. u16(#record) .. field .. record
 end
 
 local function drop(key, field)
-  if call('HDEL', key, field) == 1 then news[#news + 1] = struct.pack('<I2I2', #field, 0) .. field end
+  if call('HDEL', key, field) == 1 then news[#news + 1] = u16(#field) .. u16(0) .. field end
 end
 
 local function known(key, field)
@@ -230,7 +235,7 @@ local function clean(key, live, news)
     local field = all[i]
     if byte(field) == 115 and not (kept[sub(field, 2)] and live[sub(all[i + 1], 6, 9)]) then
       call('HDEL', key, field)
-      news[#news + 1] = struct.pack('<I2I2', #field, 0) .. field
+      news[#news + 1] = u16(#field) .. u16(0) .. field
     end
   end
   return #all / 2
@@ -339,7 +344,7 @@ while at <= #hashes do
   local hash = sub(hashes, at + 1, at + size)
   at = at + 1 + size
   local record = call('HGET', bucket(hash), 'c' .. hash) or ''
-  records[#records + 1] = struct.pack('<I2', #record) .. record
+  records[#records + 1] = u16(#record) .. record
 end
 return {leases, table.concat(records)}
 """
