@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-MODULES = ("core", "disk", "directory", "scheduler_step", "engine")
+MODULES = ("core", "disk", "eviction", "directory", "scheduler_step", "engine")
 
 
 def main() -> int:

@@ -77,6 +77,14 @@ class RoomMaker:
         """Bytes that the disk tier holds; 0 without one."""
         return int(self._disk.get_usage().total_bytes_used) if self._disk is not None else 0
 
+    def _disk_free(self) -> float:
+        """Bytes that the disk tier may still take: to its limit, or less where others fill its file system. O(1)."""
+        if self._disk is None:
+            return 0.0
+        usage = self._disk.store.usage()
+        limit = min(self._disk_limit, (usage.used_bytes + usage.free_bytes) * (1 - DISK_HEADROOM))
+        return limit - usage.used_bytes
+
     def pressure(self) -> float:
         """How full the tier of historical snapshots is, 0 to 1; 1 once anything had to go from it. O(1).
 
@@ -159,7 +167,7 @@ class RoomMaker:
         mover = self._mover
         if mover is None or not (mover.has_room(victim.nbytes, now) and mover.within_budget(victim.nbytes, now)):
             return 0
-        free = self._disk_limit - self.disk_bytes() - mover.bytes_in_flight
+        free = self._disk_free() - mover.bytes_in_flight
         if not self._policy.worth_moving(victim, Tier.DISK, free):
             return 0
         return self.move_down(Namespace.of_name(victim.namespace), victim.objects)
@@ -222,7 +230,7 @@ class RoomMaker:
     def _make_room_on_disk(self, now: float) -> None:
         if self._disk is None:
             return
-        excess = self.disk_bytes() - self._disk_limit
+        excess = -self._disk_free()
         if excess > 0:
             excess -= self._delete_strangers(int(excess), now)
         for _ in range(MAX_VICTIMS):

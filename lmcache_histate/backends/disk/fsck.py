@@ -101,7 +101,7 @@ def fsck(
     """Check a store, or repair it.
 
     Args:
-        root: The store's folder (`base_path` of the adapter).
+        root: The store's folder (`local_disk`; the adapter's `base_path`).
         repair: Whether to repair what can be. The folder must not be in use then.
         payloads: Whether to read all payloads and verify their checksums; without, only headers and lengths.
         progress: Called now and then with the number of records checked since the last call.
@@ -113,7 +113,7 @@ def fsck(
     """
     if not (root / LOCK_FILE).exists() and not (root / "ns").is_dir():
         raise FileNotFoundError(
-            f"{root} holds no store: it has neither {LOCK_FILE} nor ns/. Name the adapter's base_path"
+            f"{root} holds no disk tier: it has neither {LOCK_FILE} nor ns/. Name the folder that local_disk names"
         )
     with contextlib.ExitStack() as stack:
         in_use = False

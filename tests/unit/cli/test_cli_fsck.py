@@ -18,7 +18,7 @@ def run(*arguments: str) -> tuple[int, str]:
 def test_a_folder_without_a_store_is_refused(tmp_path: Path) -> None:
     code, output = run(str(tmp_path))
     assert code == 2
-    assert "holds no store" in output
+    assert "holds no disk tier" in output
 
 
 def test_damage_is_found_then_mended(tmp_path: Path) -> None:

@@ -112,6 +112,6 @@ def test_a_store_in_use_can_be_checked_but_not_repaired(box: Box) -> None:
 
 
 def test_a_folder_without_a_store_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"holds no store.*base_path"):
+    with pytest.raises(FileNotFoundError, match=r"holds no disk tier.*local_disk"):
         fsck(tmp_path)
     assert list(tmp_path.iterdir()) == []
