@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-MODULES = ("core", "disk", "eviction", "directory", "scheduler_step", "engine")
+MODULES = ("core", "disk", "eviction", "directory", "scheduler_step", "simulator", "engine")
 
 
 def main() -> int:

@@ -148,7 +148,7 @@ def test_the_next_prompt_tells_the_answer():
     assert not set(prepared.prompts[0].nodes[3:].tolist()) & set(prepared.prompts[1].nodes.tolist())
 
 
-# -- hits and causes ------------------------------------------------------------------------------------------------------------
+# -- hits and causes --------------------------------------------------------------------------------------------------------
 
 
 def rewind(policy: str, **changes: object) -> RequestResult:
@@ -262,7 +262,7 @@ def test_the_offline_bound_keeps_what_comes_back():
     assert run("cpu", a, b, later, back, **tiers)[-1].hit_tokens == 0
 
 
-# -- results and settings -------------------------------------------------------------------------------------------------------
+# -- results and settings ---------------------------------------------------------------------------------------------------
 
 
 def test_a_run_says_what_it_was_and_survives_its_file(tmp_path):
