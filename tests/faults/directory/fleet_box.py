@@ -106,7 +106,8 @@ class Instance:
         return taken
 
     def p99_put_us(self) -> float:
-        """Of the calls since the last question."""
+        """Of the calls since the last question, at least a hundred."""
+        until(lambda: len(self.put_seconds) >= 100, "a hundred calls")
         times, self.put_seconds = self.put_seconds, []
         return statistics.quantiles(times, n=100)[98] * 1e6
 

@@ -70,8 +70,8 @@ def pair(server: RedisServer) -> Iterator[Pair]:
 
 def heals(pair: Pair, record: Record, fault: str, happens: str, right: Callable[[], bool] | None = None) -> None:
     """Called when the fault is over: measures, and checks that no call waited."""
-    during_us = pair.a.p99_put_us()
     seconds = until(right or pair.right, "healing")
+    during_us = pair.a.p99_put_us()
     assert during_us < LONGEST_PUT_US
     record(fault=fault, happens=happens, seconds=seconds, lease=LEASE, before_us=pair.before_us, during_us=during_us)
 
