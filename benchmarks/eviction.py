@@ -161,7 +161,7 @@ def measure(folder: Path | None, pairs: int, gap: float) -> tuple[list[Block], l
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=16)
+    parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--skip-disk", action="store_true", help="only CPU memory alone")
     parser.add_argument("--folder", type=Path, default=Path(".bench"), help="on the disk to use (default .bench)")
     args = parser.parse_args()

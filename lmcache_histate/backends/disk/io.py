@@ -11,7 +11,7 @@ import errno
 import logging
 import mmap
 import os
-import queue
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -73,7 +73,7 @@ class RecordIO(Protocol):
 
 def address(view: memoryview) -> int:
     """Memory address of a view's first byte."""
-    return int(np.frombuffer(view, np.uint8).ctypes.data)
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 
 class AlignedPool:
@@ -86,23 +86,24 @@ class AlignedPool:
 
     def __init__(self, size: int, keep: int) -> None:
         self._size = size
-        self._free: queue.Queue[memoryview] = queue.Queue(keep)
+        self._keep = keep
+        self._free: deque[memoryview] = (
+            deque()
+        )  # its ends are atomic; a queue.Queue costs small objects several microseconds
 
     def take(self) -> memoryview:
         """A buffer with arbitrary content."""
         try:
-            return self._free.get_nowait()
-        except queue.Empty:
+            return self._free.pop()
+        except IndexError:
             return memoryview(
                 mmap.mmap(-1, self._size)
             )  # anonymous pages: aligned, and returned to the system when dropped
 
     def give(self, buffer: memoryview) -> None:
         """Return a buffer that nothing uses any more."""
-        try:
-            self._free.put_nowait(buffer)
-        except queue.Full:
-            return
+        if len(self._free) < self._keep:
+            self._free.append(buffer)
 
 
 def _copy(to: memoryview, source: memoryview | bytes) -> None:
