@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import pytest
 from storage import KV_GROUP, MIB, STATE_GROUP, Storage, chunk_hashes, eventually, kv_bytes, state_bytes
+
+pytestmark = pytest.mark.slow
 
 Start = Callable[..., Storage]
 TURN = 8 * kv_bytes() + state_bytes()
