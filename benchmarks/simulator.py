@@ -41,9 +41,8 @@ def main() -> int:
     whole = seconds["histate"] * BAR_REQUESTS / len(trace.requests)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     met = whole <= BAR_SECONDS and memory <= BAR_MIB
-    print(
-        f"bar {'met' if met else 'MISSED'}: {whole:.0f} s for {BAR_REQUESTS:,} requests (at most {BAR_SECONDS:.0f}), {memory:.0f} MiB"
-    )
+    bar = f"{whole:.0f} s for {BAR_REQUESTS:,} requests (at most {BAR_SECONDS:.0f}), {memory:.0f} MiB"
+    print(f"bar {'met' if met else 'MISSED'}: {bar}")
     return 0 if met else 1
 
 
