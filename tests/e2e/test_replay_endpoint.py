@@ -95,7 +95,7 @@ def test_a_trace_is_served_and_its_prefixes_hit(first: tuple[Run, str]) -> None:
     assert (run.facts.policy, run.facts.simulated) == ("histate", False)
     assert run.facts.settings[CACHED_TOKENS_REPORTED]
     assert not [result.error for result in run.requests if result.error]
-    assert all(0 < result.ttft_s < result.seconds for result in run.requests)
+    assert all(0 < result.ttft_s <= result.seconds for result in run.requests)  # a busy server sends tokens together
     assert all(result.output_tokens == 16 and result.answer for result in run.requests)
     assert all(result.hit_tokens % BLOCK_TOKENS == 0 for result in run.requests)
     # Nothing hits that was not sent before (up to a block: the trace's blocks are shorter than vLLM's).
