@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from directory_boxes import KV
+from directory_boxes import KV, SPACE
 from fault_boxes import Lines, Link, Record
 from fleet_box import LEASE, Instance, Process, Watch, until
 from redis_box import RedisServer
@@ -38,17 +38,18 @@ class Pair:
         self.b.hold(THEIRS)
         until(self.right, "both instances knew of both")
         self.before_us = self.a.p99_put_us()
+        (self.data_before,) = self.data()
 
     def right(self) -> bool:
         return self.b.sees_all("a", OURS) and self.a.sees_all("b", THEIRS)
 
-    def registrations(self) -> int:
-        """Of the one that registered less often."""
-        return int(min(one.writer.status()["directory_registrations"] for one in (self.a, self.b)))
+    def data(self) -> set[bytes]:
+        """Random names of the data that the two views were read from."""
+        return {one.directory._seats[SPACE].incarnation for one in (self.a, self.b)}
 
     def right_again(self) -> bool:
-        """Right, and not merely since the loss was not noticed yet."""
-        return self.registrations() >= 2 and self.right()
+        """Right by the server's new data, and not merely since the loss of the old was not noticed yet."""
+        return self.data_before not in (data := self.data()) and len(data) == 1 and self.right()
 
     def blind(self) -> bool:
         return self.b.sees_none("a", OURS) and self.a.sees_none("b", THEIRS)
