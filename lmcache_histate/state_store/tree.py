@@ -394,7 +394,8 @@ class PrefixTree:
     def not_in(self, nodes: Sequence[int], kind: int, tier: int) -> list[int]:
         """Which of `nodes`, by index, have no object of `kind` in `tier`. O(nodes), vectorised."""
         held = self._columns.held(kind, tier)[np.array(nodes, dtype=np.int64)]
-        return np.flatnonzero(held == 0).tolist()
+        indices: list[int] = np.flatnonzero(held == 0).tolist()
+        return indices
 
     def ranks_lacking(self, node: int, kind: int, tier: int) -> set[int]:
         """Ranks whose object of `kind` is not in `tier`. O(ranks)."""
