@@ -311,6 +311,8 @@ class Fleet:
     def _heard(self, namespace: Namespace, record: ChunkRecord, now: float) -> None:
         """Take over what is said of a chunk on the shared tier. O(holders + ranks)."""
         name, chunk_hash = namespace.name, record.chunk_hash
+        if (name, chunk_hash) in self._to_say:
+            return  # what is known here is newer
         said = next((held for member, held in record.holders if member.name == self._shared_tier), 0) & REMOTE_BITS
         claimed, until = self._claimed.get((name, chunk_hash), (0, 0.0))
         if claimed and (not claimed & ~said or now >= until):

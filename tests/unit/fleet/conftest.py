@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from lmcache_histate.replay.processes import free_ports
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "backends"))
 
 START_SECONDS = 20.0
 
