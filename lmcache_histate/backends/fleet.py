@@ -98,6 +98,7 @@ class Fleet:
         self._to_say: dict[tuple[str, bytes], SharedNews] = {}
         self._to_tell_again: dict[str, Iterator[bytes]] = {}
         self._unplaced: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+        # What was said of the shared tier and not seen in the view yet: bits, and until when it is believed.
         self._claimed: dict[tuple[str, bytes], tuple[int, float]] = {}
         self._hit_here: OrderedDict[tuple[str, bytes], float] = OrderedDict()
         self._ended: deque[tuple[float, str, Sequence[bytes]]] = deque(maxlen=MAX_TURNS)
@@ -218,6 +219,8 @@ class Fleet:
             del self._to_say[name, chunk_hash]
             if seen.there:
                 self._claimed[name, chunk_hash] = seen.there, now + 2.0 * self._directory.lease_s
+                if len(self._claimed) > MAX_UNSAID:  # of those, the view never heard
+                    del self._claimed[next(iter(self._claimed))]
             elif seen.gone:
                 self._claimed.pop((name, chunk_hash), None)
             self._unplaced.pop((name, chunk_hash), None)
