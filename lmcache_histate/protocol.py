@@ -30,11 +30,23 @@ class ServerFacts(msgspec.Struct, frozen=True):
     """Name of the settings that the server runs with (``backends.arguments.settings_digest``)."""
 
 
+class PrefillTime(msgspec.Struct, frozen=True):
+    """How long the engine took for a part of one prompt."""
+
+    start: int
+    """First position, in tokens."""
+    end: int
+    """Position behind the last one."""
+    milliseconds: float
+
+
 class PlacementQuery(msgspec.Struct, frozen=True):
-    """Ask for the current pressure on one model's storage."""
+    """Ask for the current pressure on one model's storage, and tell what was learned since the last time."""
 
     model_name: str
     world_size: int
+    prefill: PrefillTime | None = None
+    """A recent prefill, so that the server knows what recomputing costs on this engine."""
 
 
 class PlacementFacts(msgspec.Struct, frozen=True):

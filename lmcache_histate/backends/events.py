@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -20,6 +20,9 @@ from lmcache.v1.mp_observability.event_bus import EventCallback, EventSubscriber
 
 from lmcache_histate.backends.disk.core import Put
 from lmcache_histate.state_store.objects import Tier
+
+MAX_LOADS = 1024
+"""Loads from below whose end is waited for."""
 
 
 class Change(Enum):
@@ -101,11 +104,31 @@ class MoveEnded:
 
 
 @dataclass(frozen=True)
+class Timed:
+    """The engine prefilled positions [start, end) of a prompt in ``milliseconds``."""
+
+    start: int
+    end: int
+    milliseconds: float
+
+
+@dataclass(frozen=True)
+class Restored:
+    """``nbytes`` were read back from ``tier`` in ``milliseconds``."""
+
+    tier: Tier
+    nbytes: int
+    milliseconds: float
+
+
+@dataclass(frozen=True)
 class AllocationFailed:
     """CPU memory had no room for a store or for what was read back."""
 
 
-StoreEvent = ObjectsChanged | Looked | Touched | Chained | SnapshotsReplaced | MoveEnded | AllocationFailed
+StoreEvent = (
+    ObjectsChanged | Looked | Touched | Chained | SnapshotsReplaced | MoveEnded | Timed | Restored | AllocationFailed
+)
 
 
 class EventQueue:
@@ -194,18 +217,40 @@ class BusSubscriber(EventSubscriber):
     """Learns parents and positions of stored chunks (``MP_TOKENS``), and that a store found no room.
 
     LMCache's bus is bounded and drops, so both are hints: a chunk whose place was lost gets it at its next lookup, and the
-    watermarks work without being told.
+    watermarks work without being told. So is how long loads from below took (``L2_LOAD_TASK_*``).
+
+    Args:
+        queue: Where events go.
+        disk_index: LMCache's index of the disk adapter, or None without one; the others are remote tiers.
     """
 
-    def __init__(self, queue: EventQueue) -> None:
+    def __init__(self, queue: EventQueue, disk_index: int | None = None) -> None:
         self._queue = queue
+        self._disk_index = disk_index
+        # (adapter, task) -> when the load was submitted, and its bytes. The bus may drop the end of one.
+        self._loads: OrderedDict[tuple[int, int], tuple[float, int]] = OrderedDict()
 
     def get_subscriptions(self) -> dict[EventType, EventCallback]:
         """Event type -> what to do."""
         return {
             EventType.MP_TOKENS: self._on_tokens,
             EventType.L1_ALLOCATION_FAILED: lambda _: self._queue.put(AllocationFailed()),
+            EventType.L2_LOAD_TASK_SUBMITTED: self._on_load_submitted,
+            EventType.L2_LOAD_TASK_COMPLETED: self._on_load_completed,
         }
+
+    def _on_load_submitted(self, event: Event) -> None:
+        data = event.metadata
+        self._loads[data["adapter_index"], data["task_id"]] = event.timestamp, data["total_bytes"]
+        if len(self._loads) > MAX_LOADS:
+            self._loads.popitem(last=False)
+
+    def _on_load_completed(self, event: Event) -> None:
+        index = event.metadata["adapter_index"]
+        submitted, nbytes = self._loads.pop((index, event.metadata["task_id"]), (0.0, 0))
+        if nbytes:
+            tier = Tier.DISK if index == self._disk_index else Tier.REMOTE
+            self._queue.put(Restored(tier, nbytes, 1e3 * (event.timestamp - submitted)))
 
     def _on_tokens(self, event: Event) -> None:
         data = event.metadata

@@ -27,8 +27,10 @@ from lmcache_histate.backends.events import (
     Looked,
     MoveEnded,
     ObjectsChanged,
+    Restored,
     SnapshotsReplaced,
     StoreEvent,
+    Timed,
     Touched,
 )
 from lmcache_histate.backends.fleet import Fleet
@@ -42,7 +44,7 @@ from lmcache_histate.backends.room import DISK_HEADROOM, RoomMaker
 from lmcache_histate.backends.segments import SegmentStatistics
 from lmcache_histate.config import Config
 from lmcache_histate.geometry import GIB
-from lmcache_histate.protocol import PlacementFacts
+from lmcache_histate.protocol import PlacementFacts, PrefillTime
 from lmcache_histate.scorer.policy import CachePolicy
 from lmcache_histate.scorer.settings import PolicySettings
 from lmcache_histate.state_store.directory.protocol import NamespaceFacts
@@ -279,6 +281,10 @@ class Keeper:
             self._move_ended(event)
         elif isinstance(event, SnapshotsReplaced):
             self._snapshots_replaced(event)
+        elif isinstance(event, Timed):
+            self.policy.observe_prefill(event.start, event.end, event.milliseconds)
+        elif isinstance(event, Restored):
+            self.policy.observe_restore(event.tier, event.nbytes, event.milliseconds)
 
     def _register(self, namespace: Namespace) -> ModelLayout | None:
         """The layout of a namespace, known to the core from now on; None before its model's first worker registered."""
@@ -425,6 +431,10 @@ class Keeper:
         self._link(self._chains.on_disk(), time.monotonic())
         for event in [event for model in known for event in self._undecided.pop(model)]:
             self._objects_changed(event)
+
+    def prefilled(self, prefill: PrefillTime) -> None:
+        """The engine says how long a prefill took. Called on a request thread; only queues."""
+        self._queue.put(Timed(prefill.start, prefill.end, prefill.milliseconds))
 
     def drop_snapshots(self, namespace: Namespace, chunk_hashes: Sequence[bytes]) -> None:
         """The connector says that these snapshots were replaced. Called on a request thread; only queues."""

@@ -129,7 +129,7 @@ class HiStateServerModule:
         parts.l1_manager.register_listener(CpuListener(self._queue))
         for descriptor, adapter in adapters:
             self._attach(adapter, Tier.DISK if descriptor.index == disk_index else Tier.REMOTE)
-        context.event_bus.register_subscriber(BusSubscriber(self._queue))
+        context.event_bus.register_subscriber(BusSubscriber(self._queue, disk_index))
         for name, value in self._keeper.status().items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 register_gauge(
@@ -198,6 +198,8 @@ class HiStateServerModule:
     def placement(self, payload: bytes) -> bytes:
         """``PlacementFacts`` for one model."""
         query = msgspec.msgpack.decode(payload, type=PlacementQuery)
+        if query.prefill is not None:
+            self._keeper.prefilled(query.prefill)
         return encode(self._keeper.placement_facts(query.model_name, query.world_size))
 
     @server_module_handler(DROP_SNAPSHOTS)

@@ -191,6 +191,15 @@ class CapturePlanner:
         for request_id in done:
             del self._arming[request_id]
 
+    def largest_chunk(self, scheduled: Mapping[str, int]) -> tuple[int, int] | None:
+        """Positions [start, end) of the request that has most of a step's tokens, before `on_step`. O(requests)."""
+        request_id = max(scheduled, key=scheduled.__getitem__, default="")
+        plan = self._plans.get(request_id)
+        if plan is None:
+            return None
+        start = plan.request.num_computed_tokens
+        return start, start + scheduled[request_id]
+
     def get(self, request_id: str) -> CapturePlan | None:
         """The plan of a live request, or None (for example when the request was never looked up)."""
         return self._plans.get(request_id)

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.histate")  # vLLM shows what is logged below its own name
 
+PREFILL_STEP_TOKENS = 512
+"""Smaller steps say little about what prefill costs, and there are many of them."""
+
 
 class HiStateConnector(CpuHybridConnector):
     """Drop-in replacement for ``LMCacheMPConnector``.
@@ -179,12 +182,14 @@ class HiStateConnector(CpuHybridConnector):
         planner = self._planner
         if planner is None:
             return metadata
-        self._placement.on_step(scheduler_output.total_num_scheduled_tokens)
+        tokens, scheduled = scheduler_output.total_num_scheduled_tokens, scheduler_output.num_scheduled_tokens
+        chunk = planner.largest_chunk(scheduled) if tokens >= PREFILL_STEP_TOKENS else None
+        self._placement.on_step(tokens, chunk)
         assert isinstance(metadata, LMCacheMPConnectorMetadata)
         for store in metadata.requests:
             if store.direction == "STORE":
                 self._filter_snapshots(planner, store)
-        planner.on_step(scheduler_output.num_scheduled_tokens)
+        planner.on_step(scheduled)
         planner.forget(scheduler_output.finished_req_ids)
         self._failed_loads -= scheduler_output.finished_req_ids
         if planner.stops_overrun and not self._overrun_reported:

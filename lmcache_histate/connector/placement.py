@@ -6,7 +6,7 @@ import time
 from typing import Protocol
 
 from lmcache_histate.connector.step_cost import StepCost
-from lmcache_histate.protocol import PlacementFacts
+from lmcache_histate.protocol import PlacementFacts, PrefillTime
 from lmcache_histate.scorer.interval import choose_interval
 
 ASK_SECONDS = 1.0
@@ -23,8 +23,8 @@ class FactsSource(Protocol):
     def poll_placement(self) -> PlacementFacts | None:
         """The newest answer, once."""
 
-    def ask_placement(self) -> bool:
-        """Ask again, unless a question is open; whether a question was sent."""
+    def ask_placement(self, prefill: PrefillTime | None) -> bool:
+        """Ask again and tell a prefill's time, unless a question is open; whether a question was sent."""
 
     def forget_placement(self) -> None:
         """Give the open question up."""
@@ -61,8 +61,6 @@ class Placement:
 
     def on_request(self) -> None:
         """Take the newest facts if they arrived, and ask again at most once a second. Never waits. O(1)."""
-        if self._setting != "adaptive":
-            return
         facts = self._source.poll_placement()
         if facts is not None:
             self.facts = facts
@@ -71,12 +69,12 @@ class Placement:
             self._source.forget_placement()
         if now - self._asked_at >= ASK_SECONDS:
             self._asked_at = now
-            if self._source.ask_placement():
+            if self._source.ask_placement(self.step_cost.take_prefill()):
                 self._sent_at = now
 
-    def on_step(self, tokens: int) -> None:
-        """Learn what a step costs. Called once per scheduler step with the tokens in it. O(1)."""
-        self.step_cost.on_step(time.monotonic(), tokens)
+    def on_step(self, tokens: int, chunk: tuple[int, int] | None = None) -> None:
+        """Learn what a step costs (``StepCost.on_step``). Called once per scheduler step. O(1)."""
+        self.step_cost.on_step(time.monotonic(), tokens, chunk)
 
     def interval(self, segment_tokens: int) -> int | None:
         """Tokens between snapshots on a new segment, a block multiple; None for its end only."""

@@ -17,6 +17,7 @@ from lmcache_histate.protocol import (
     DropSnapshots,
     PlacementFacts,
     PlacementQuery,
+    PrefillTime,
     ServerFacts,
     encode,
 )
@@ -76,15 +77,18 @@ class ServerLink:
             logger.debug("No placement facts from the server", exc_info=True)
             return None
 
-    def ask_placement(self) -> bool:
+    def ask_placement(self, prefill: PrefillTime | None) -> bool:
         """Send one question about storage pressure to the first server, unless one is still open. Never waits.
+
+        Args:
+            prefill: What the server is told with it; lost if nothing can be sent.
 
         Returns:
             Whether a question was sent.
         """
         if self._placement is not None or not self._adapter.is_healthy:
             return False
-        query = PlacementQuery(self._adapter.model_name, self._adapter.world_size)
+        query = PlacementQuery(self._adapter.model_name, self._adapter.world_size, prefill)
         client = next(iter(self._adapter.req_clients.values()))
         self._placement = self._send(client, PLACEMENT, encode(query))
         return self._placement is not None

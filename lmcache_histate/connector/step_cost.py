@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
+from lmcache_histate.protocol import PrefillTime
+
+CLEAR_SHARE = 0.75
+"""A step tells what prefill costs if one prompt's chunk is at least this share of its tokens."""
+
 
 class StepCost:
     """Least squares of step time over step tokens, ``seconds = fixed + per_token * tokens``, with exponential forgetting.
@@ -31,29 +36,43 @@ class StepCost:
         self._default = default_tokens
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self._last = 0.0
-        self._pending: deque[int] = deque()
+        self._pending: deque[tuple[int, tuple[int, int] | None]] = deque()
         self._steps_ahead = steps_ahead
+        self._prefill: PrefillTime | None = None
 
-    def on_step(self, now: float, tokens: int) -> None:
-        """Note that a step of ``tokens`` tokens is being scheduled at ``now`` (seconds, any steady clock). O(1).
+    def on_step(self, now: float, tokens: int, chunk: tuple[int, int] | None = None) -> None:
+        """Note that a step is being scheduled. O(1).
 
         The time since the previous call is the duration of the oldest step that still runs, if there was always work.
+
+        Args:
+            now: Seconds, any steady clock.
+            tokens: Tokens in the step.
+            chunk: Positions [start, end) of the prompt that has most of them, if it is known.
         """
         seconds, self._last = now - self._last, now
         if tokens <= 0:
             self._pending.clear()
             return
-        self._pending.append(tokens)
+        self._pending.append((tokens, chunk))
         if len(self._pending) < self._steps_ahead + 2:
             return
-        x = float(self._pending.popleft())
+        done, chunk = self._pending.popleft()
         if not 0.0 < seconds <= self._longest:
             return
+        x = float(done)
+        if chunk is not None and chunk[1] - chunk[0] >= CLEAR_SHARE * done:
+            self._prefill = PrefillTime(*chunk, 1e3 * seconds * (chunk[1] - chunk[0]) / done)
         self._weight = self._weight * self._forget + 1.0
         self._x = self._x * self._forget + x
         self._y = self._y * self._forget + seconds
         self._xx = self._xx * self._forget + x * x
         self._xy = self._xy * self._forget + x * seconds
+
+    def take_prefill(self) -> PrefillTime | None:
+        """The newest prefill that was timed, once."""
+        prefill, self._prefill = self._prefill, None
+        return prefill
 
     @property
     def tokens(self) -> float:

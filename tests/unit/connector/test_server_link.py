@@ -19,6 +19,7 @@ from lmcache_histate.protocol import (
     DropSnapshots,
     PlacementFacts,
     PlacementQuery,
+    PrefillTime,
     ServerFacts,
     encode,
 )
@@ -97,7 +98,7 @@ def test_a_placement_answer_is_given_once() -> None:
     client = Client()
     tested = link(client)
     assert tested.poll_placement() is None
-    assert tested.ask_placement()
+    assert tested.ask_placement(None)
     assert tested.poll_placement() is None
     facts = PlacementFacts(2.0, 192.0, 0.1)
     answer(client, encode(facts))
@@ -107,24 +108,31 @@ def test_a_placement_answer_is_given_once() -> None:
     assert (client.calls[0].method, query) == (PLACEMENT, PlacementQuery("model", 2))
 
 
+def test_a_question_tells_what_prefill_costs() -> None:
+    client = Client()
+    assert link(client).ask_placement(PrefillTime(1024, 3072, 250.0))
+    query = msgspec.msgpack.decode(client.calls[0].payload, type=PlacementQuery)
+    assert query.prefill == PrefillTime(1024, 3072, 250.0)
+
+
 def test_one_question_at_a_time_until_it_is_answered_or_given_up() -> None:
     client = Client()
     tested = link(client)
-    assert tested.ask_placement()
-    assert not tested.ask_placement()
+    assert tested.ask_placement(None)
+    assert not tested.ask_placement(None)
     tested.forget_placement()
-    assert tested.ask_placement()
+    assert tested.ask_placement(None)
     answer(client, encode(PlacementFacts()))
     assert tested.poll_placement() == PlacementFacts()
-    assert tested.ask_placement()
+    assert tested.ask_placement(None)
     assert len(client.calls) == 3
 
 
 def test_only_the_first_server_is_asked_and_none_while_unhealthy() -> None:
     first, second = Client(), Client()
-    assert link(first, second).ask_placement()
+    assert link(first, second).ask_placement(None)
     assert (len(first.calls), len(second.calls)) == (1, 0)
-    assert not link(first, healthy=False).ask_placement()
+    assert not link(first, healthy=False).ask_placement(None)
     assert len(first.calls) == 1
 
 
@@ -132,13 +140,13 @@ def test_only_the_first_server_is_asked_and_none_while_unhealthy() -> None:
 def test_a_useless_answer_is_dropped_and_the_next_question_possible(kind: str) -> None:
     client = Client()
     tested = link(client)
-    tested.ask_placement()
+    tested.ask_placement(None)
     if kind == "failed":
         client.futures[-1].set_exception(RuntimeError("gone"))
     else:
         answer(client, b"\xc1", success=kind == "garbage")
     assert tested.poll_placement() is None
-    assert tested.ask_placement()
+    assert tested.ask_placement(None)
 
 
 def test_replaced_snapshots_are_reported_to_every_server() -> None:

@@ -9,7 +9,7 @@ import pytest
 from lmcache_histate.connector import placement as placement_module
 from lmcache_histate.connector.placement import ANSWER_SECONDS, ASK_SECONDS, Placement
 from lmcache_histate.connector.step_cost import StepCost
-from lmcache_histate.protocol import PlacementFacts
+from lmcache_histate.protocol import PlacementFacts, PrefillTime
 
 
 def feed(cost: StepCost, sizes: list[int], fixed: float, per_token: float, noise: float = 0.0, ahead: int = 0) -> None:
@@ -54,6 +54,33 @@ def test_follows_an_engine_that_becomes_slower() -> None:
     assert cost.tokens == pytest.approx(400, rel=0.05)
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_time_of_a_prefill_is_told_once(ahead: int) -> None:
+    cost = StepCost(steps_ahead=ahead)
+    assert cost.take_prefill() is None
+    steps = [(2048, (0, 2000)), (2048, (2000, 4000)), (1000, (4000, 4500)), (1000, None)]
+    now = 0.0
+    for index, (tokens, chunk) in enumerate([*steps, *[(1, None)] * (ahead + 1)]):
+        cost.on_step(now, tokens, chunk)
+        now += 0.5 if index >= ahead else 0.001
+    # The third step was half somebody else's.
+    assert cost.take_prefill() == PrefillTime(2000, 4000, pytest.approx(500 * 2000 / 2048))
+    assert cost.take_prefill() is None
+
+
+def test_what_prefill_costs_goes_to_the_server_with_the_next_question(clock: Clock) -> None:
+    source = Source()
+    placement = adaptive(source)
+    placement.on_request()
+    for start in (0, 2048):
+        placement.on_step(2048, (start, start + 2048))
+        clock.now += 0.25
+    clock.now += ASK_SECONDS
+    source.answer = PlacementFacts()
+    placement.on_request()
+    assert source.told == [None, PrefillTime(0, 2048, pytest.approx(250.0))]
+
+
 def test_idle_gaps_and_stalls_are_no_steps() -> None:
     busy, interrupted = StepCost(), StepCost()
     feed(busy, sizes(400), 0.010, 0.0001)
@@ -91,6 +118,7 @@ class Source:
 
     def __init__(self) -> None:
         self.asked = self.given_up = 0
+        self.told: list[PrefillTime | None] = []
         self.open = False
         self.answer: PlacementFacts | None = None
 
@@ -99,9 +127,10 @@ class Source:
         self.open = self.open and answer is None
         return answer
 
-    def ask_placement(self) -> bool:
+    def ask_placement(self, prefill: PrefillTime | None) -> bool:
         if self.open:
             return False
+        self.told.append(prefill)
         self.open = True
         self.asked += 1
         return True
@@ -166,11 +195,11 @@ def test_a_lost_question_is_given_up_under_steady_traffic(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("setting", ["final-only", 640])
-def test_a_fixed_interval_asks_nobody(clock: Clock, setting: str | int) -> None:
+def test_a_fixed_interval_does_not_follow_the_server(clock: Clock, setting: str | int) -> None:
     source = Source()
     placement = Placement(setting, 64, 2048, source)
+    source.answer = PlacementFacts(residence_ratio=4.0, snapshot_tokens=100.0)
     placement.on_request()
-    assert source.asked == 0
     assert placement.interval(100_000) == (640 if setting == 640 else None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lmcache_histate.connector.capture_plan import CapturePlan, CapturePlanner, SchedulerRequest
 from lmcache_histate.connector.placement import ASK_SECONDS, Placement
-from lmcache_histate.protocol import PlacementFacts
+from lmcache_histate.protocol import PlacementFacts, PrefillTime
 from lmcache_histate.replay.simulator.policies.base import Capture, Site
 from lmcache_histate.replay.simulator.policies.units import UnitTiers
 from lmcache_histate.scorer.interval import choose_interval
@@ -17,7 +17,7 @@ class _ToldDirectly:
         """Nothing new."""
         return None
 
-    def ask_placement(self) -> bool:
+    def ask_placement(self, prefill: PrefillTime | None) -> bool:
         """No question is sent."""
         return False
 
