@@ -23,6 +23,8 @@ from workload import Workload
 from lmcache_histate.backends import arguments
 from lmcache_histate.state_store.objects import Tier
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 / 1024
 CHUNKS = 16
 
