@@ -154,11 +154,10 @@ def _show(answer: Answer, prompt_tokens: int | None) -> None:
     for name in ("CPU memory", "+ disk", "+ shared tier"):
         table.add_column(name, justify="right")
     for member, cpu, disk, tokens in answer.locations:
-        name = f"({member.name.removeprefix('shared:')})" if member.is_tier else member.name
-        figures = (
-            ["", "", _share(tokens, whole)] if member.is_tier else [_share(one, whole) for one in (cpu, disk, tokens)]
-        )
-        table.add_row(name, member.address, *figures)
+        if member.is_tier:
+            table.add_row("(shared tier)", member.name.removeprefix("shared:"), "", "", _share(tokens, whole))
+        else:
+            table.add_row(member.name, member.address, *(_share(one, whole) for one in (cpu, disk, tokens)))
     console.print(table)
 
 

@@ -105,7 +105,7 @@ def test_every_way_of_asking_gives_the_same(url: str, tmp_path: Path) -> None:
 def test_the_table_is_for_people(url: str) -> None:
     shown = histate("--directory", url, "-m", "m/x").output
     assert "m/x: 19 tokens, 4 whole chunks of 4 tokens" in shown
-    for text in ("http://a:8000", "12 (75%)", "8 (50%)", "(redis://shared:6379)"):
+    for text in ("http://a:8000", "12 (75%)", "8 (50%)", "(shared tier)", "redis://shared:6379"):
         assert text in shown
     assert "No instance can restore any of it." in histate("--directory", url, "-m", "m/x", prompt=TOKENS[::-1]).output
 
