@@ -3,7 +3,8 @@
 Belady's rule with sizes and costs: of all units of HiState's, the one goes first whose bytes cost least for each second
 that they wait, `recomputed tokens / (bytes * seconds until the next use)`; what is never used again goes before all else.
 It is a bound for practice, not a proof: the optimum for objects of unlike sizes and costs is NP-hard, and the times of
-the closed loop move with the policy. When a use comes is estimated from the session's own think times.
+the closed loop move with the policy. What moves down does so at once. When a use comes is estimated from the session's
+own think times.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lmcache_histate.replay.simulator.policies.orders import UnitOrder
 from lmcache_histate.replay.simulator.policies.units import UnitSettings, UnitTiers
 from lmcache_histate.replay.simulator.prompts import PreparedTrace, Prompt
 from lmcache_histate.scorer.policy import CachePolicy
-from lmcache_histate.state_store.objects import Tier
+from lmcache_histate.state_store.objects import CacheObject, Tier
 from lmcache_histate.state_store.units import MANAGED, UnitKind
 
 ANSWER_S = 0.01
@@ -183,3 +184,17 @@ class OfflineTiers(UnitTiers):
             end -= 1
         wanted = [place for place in snapshots if future.wait(future.resumes.get(path[place - 1], ()), now) != never]
         super().store(prompt, path, start, end, wanted, now)
+
+    def _may_move(self, nbytes: int, now: float) -> bool:
+        """A bound moves whenever it likes."""
+        return True
+
+    def _move(self, objects: Sequence[CacheObject], now: float) -> int:
+        """Move at once: what is being written takes no room in CPU memory."""
+        nbytes = sum(entry.nbytes for entry in objects)
+        if self._held(Tier.DISK) + nbytes > self.site.disk_bytes:
+            return 0
+        self._links.disk_write.transfer(nbytes, now)
+        self._add([entry._replace(tier=Tier.DISK) for entry in objects], now)
+        self._take(objects, now)
+        return nbytes
