@@ -21,7 +21,6 @@ from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
 from lmcache_histate.backends.layout import Namespace
 from lmcache_histate.state_store.directory.protocol import DirectoryError, Location, NamespaceFacts
-from lmcache_histate.state_store.directory.reader import DirectoryReader
 from lmcache_histate.state_store.directory.url import parse_directory_url
 
 MAX_CHUNKS = 7000
@@ -172,9 +171,13 @@ class Locator:
 
     Raises:
         ValueError: A malformed URL.
+        ModuleNotFoundError: The redis package is missing.
     """
 
     def __init__(self, directory: str, timeout_s: float = 2.0) -> None:
+        # Not above: servers answer from their own view, and need the redis package only with histate.directory.
+        from lmcache_histate.state_store.directory.reader import DirectoryReader
+
         self._reader = DirectoryReader(parse_directory_url(directory), timeout_s)
         self._known: dict[str, list[NamespaceFacts]] = {}
 

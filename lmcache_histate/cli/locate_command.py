@@ -78,6 +78,8 @@ def locate_command(
         _stop(str(error))
     except ValueError as error:
         _stop(f"--directory: {error}" if directory else str(error))
+    except ModuleNotFoundError as error:
+        _stop(f"this needs the Python package {error.name}: pip install 'lmcache-histate[redis]'.")
     except DirectoryError as error:
         _stop(f"{hide_password(url)}: {error}", EXIT_UNREACHABLE)
     if as_json:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,6 +187,30 @@ def test_a_server_answers_from_its_own_view(url: str) -> None:
     for wrong in ({"token_ids": TOKENS}, {**body, "token_ids": [-1]}, {**body, "tokens": []}):
         assert client.post(PATH, json=wrong).status_code == 422
     directory.close()
+
+
+def test_only_a_directory_in_redis_needs_the_redis_package() -> None:
+    code = """
+import sys
+sys.modules["redis"] = None
+import lmcache_histate.backends.server_module
+from lmcache_histate.backends.directory_setup import make_directory
+from lmcache_histate.config import Config, HiStateSettings
+make_directory(Config())
+try:
+    make_directory(Config(histate=HiStateSettings(directory="redis://meta")))
+except ValueError as error:
+    print(error)
+from lmcache_histate.cli.main import app
+app(["locate", "--directory", "redis://meta", "-m", "m"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], input="1 2 3", capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "histate.directory needs the Python package redis" in done.stdout, done.stderr
+    assert done.returncode == 2
+    assert "needs the Python package redis: pip install" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_examples_are_valid() -> None:
