@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -14,18 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from lmcache_histate.cli.common import fail
-from lmcache_histate.replay.calibration import (
-    DECODE_BATCH,
-    DECODE_TOKENS,
-    NEW_TOKENS,
-    Calibration,
-    calibrate,
-    ladder,
-    request_count,
-    write_cost_model,
-)
-from lmcache_histate.replay.endpoint_client import EndpointClient, EndpointError
+from lmcache_histate.replay.cost_model import write_cost_model
 from lmcache_histate.replay.report_page import seconds
+
+if TYPE_CHECKING:
+    from lmcache_histate.replay.calibration import Calibration
 
 DEFAULT_LONGEST = 32768
 SHORTEST = 512
@@ -61,6 +54,9 @@ def calibrate_command(
     Hits come from vLLM's own cache unless the server runs with VLLM_SERVER_DEV_MODE=1: then that is emptied first, and
     what is measured is the restoring from CPU memory or disk. OPENAI_API_KEY, if it is set, is sent along.
     """
+    from lmcache_histate.replay.calibration import DECODE_TOKENS, NEW_TOKENS, calibrate, ladder, request_count
+    from lmcache_histate.replay.endpoint_client import EndpointClient, EndpointError
+
     if not output.parent.is_dir():
         fail(f"--output: there is no folder {output.parent}")
     console = Console()
@@ -92,6 +88,8 @@ def calibrate_command(
 
 
 def _show(console: Console, result: Calibration) -> None:
+    from lmcache_histate.replay.calibration import DECODE_BATCH
+
     table = Table(title="Time to first token", box=SIMPLE_HEAD, pad_edge=False)
     for heading in ("", "prompt tokens", "cached", "measured", "fitted", "error"):
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)

@@ -6,7 +6,7 @@ import asyncio
 import math
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -18,13 +18,14 @@ from lmcache_histate.cli.common import fail
 from lmcache_histate.config.values import parse_gib
 from lmcache_histate.geometry import GIB
 from lmcache_histate.replay.comparison import CACHED_TOKENS_REPORTED, RunTable, summarize
-from lmcache_histate.replay.endpoint import EndpointSettings, Replay
-from lmcache_histate.replay.endpoint_client import EndpointClient, EndpointError
 from lmcache_histate.replay.report_page import percent, seconds
 from lmcache_histate.replay.results import RequestResult, Run, write_run
 from lmcache_histate.replay.traces.load import load_trace
 from lmcache_histate.replay.traces.model import Trace
 from lmcache_histate.replay.traces.source import TraceError
+
+if TYPE_CHECKING:
+    from lmcache_histate.replay.endpoint import EndpointSettings, Replay
 
 TIERS = ("gpu", "cpu", "disk", "remote")
 
@@ -32,9 +33,7 @@ TIERS = ("gpu", "cpu", "disk", "remote")
 def replay_command(
     trace: Annotated[
         list[str],
-        typer.Argument(
-            help="Trace files, a folder of them, or a built-in workload (builtin:agents).", metavar="TRACE..."
-        ),
+        typer.Argument(help="Trace files, a folder of them, or a built-in workload (builtin:agents).", metavar="TRACE"),
     ],
     endpoint: Annotated[str, typer.Option(help="The server, as http://HOST:PORT.", metavar="URL")],
     output: Annotated[
@@ -82,6 +81,8 @@ def replay_command(
 
     How many tokens were cached is known only if the server says so: start vLLM with --enable-prompt-tokens-details.
     """
+    from lmcache_histate.replay.endpoint import EndpointSettings
+
     console = Console()
     settings = EndpointSettings(
         name, _scale(scale), speedup, sessions, _token_ids(token_ids), seed, _capacities(capacity)
@@ -108,6 +109,9 @@ def _replay(
     console: Console, trace: Trace, url: str, model: str | None, timeout_s: float, settings: EndpointSettings
 ) -> tuple[Run | None, str]:
     """The run, as far as it came, and why it ended early (empty if it did not)."""
+    from lmcache_histate.replay.endpoint import Replay
+    from lmcache_histate.replay.endpoint_client import EndpointClient, EndpointError
+
     replay: Replay | None = None
     columns = (
         SpinnerColumn(),

@@ -28,7 +28,7 @@ def report_command(
     results: Annotated[
         list[Path],
         typer.Argument(
-            help="Result files of `histate simulate`, `sweep` and `replay`, or folders of them.", metavar="RESULTS..."
+            help="Result files of `histate simulate`, `sweep` and `replay`, or folders of them.", metavar="RESULTS"
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the page, plots, CSV and JSON.")] = Path(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,8 +18,8 @@ from rich.table import Table
 from lmcache_histate.cli.common import fail
 from lmcache_histate.config.values import parse_gib
 from lmcache_histate.geometry import GIB
-from lmcache_histate.replay.calibration import CostModelError, read_cost_model
 from lmcache_histate.replay.comparison import ALL, SENSITIVE, Numbers, Point, Series, compare
+from lmcache_histate.replay.cost_model import CostModelError, read_cost_model
 from lmcache_histate.replay.results import Run, write_run
 from lmcache_histate.replay.simulator import POLICIES, SimulationSettings, StuckError, simulate
 from lmcache_histate.replay.simulator.hardware import GPUS, MODELS
@@ -30,6 +31,8 @@ DEFAULTS = SimulationSettings()
 DEFAULT_POLICIES = ("vllm", "cpu-disk", "histate")
 BASELINE, OURS = "cpu-disk", "histate"
 """The disk-offload LRU baseline and the policy that reuse-sensitive requests are found with."""
+FIGURES = ("reuse", "mean", "p50", "p95", "p99")
+"""Columns of the tables that `_cells` fills."""
 
 
 def _list_policies(wanted: bool) -> None:
@@ -42,9 +45,7 @@ def _list_policies(wanted: bool) -> None:
 def simulate_command(
     trace: Annotated[
         list[str],
-        typer.Argument(
-            help="Trace files, a folder of them, or a built-in workload (builtin:agents).", metavar="TRACE..."
-        ),
+        typer.Argument(help="Trace files, a folder of them, or a built-in workload (builtin:agents).", metavar="TRACE"),
     ],
     policy: Annotated[
         list[str] | None,
@@ -133,8 +134,10 @@ def simulate_command(
     if as_json:
         typer.echo(json.dumps({"trace": loaded.name, "requests": len(loaded.requests), "policies": rows}, indent=2))
         return
-    console.print(_table(loaded, rows, settings))
-    if not all("sensitive" in row for row in rows):
+    console.print(_all_requests(loaded, rows, settings))
+    if all("sensitive" in row for row in rows):
+        console.print(_sensitive_requests(rows))
+    else:
         console.print(
             f"No figures of reuse-sensitive requests: they need the policies {BASELINE} and {OURS}, and some such request.",
             highlight=False,
@@ -218,34 +221,40 @@ def _figures(numbers: Numbers | None) -> dict[str, Any]:
     }
 
 
-def _table(trace: Trace, rows: list[dict[str, Any]], settings: SimulationSettings) -> Table:
+def _all_requests(trace: Trace, rows: list[dict[str, Any]], settings: SimulationSettings) -> Table:
     sizes = {"GPU": settings.gpu_bytes, "CPU": settings.cpu_bytes, "disk": settings.disk_bytes}
     if settings.remote_bytes:
         sizes["remote"] = settings.remote_bytes
-    table = Table(
-        title=f"{trace.name}: {len(trace.requests):,} requests, {settings.sessions} sessions at once; "
+    table = _table(
+        f"{trace.name}: {len(trace.requests):,} requests, {settings.sessions} sessions at once; "
         + ", ".join(f"{tier} {nbytes / GIB:g} GiB" for tier, nbytes in sizes.items()),
-        caption="reuse: share of what an unlimited cache would reuse; TTFT in seconds; *: on reuse-sensitive requests",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
+        rows,
+        ("hit rate", *FIGURES, "written"),
     )
-    table.add_column("policy", overflow="fold")
-    headings = ("hit rate", "reuse", "mean", "p50", "p95", "p99", "reuse*", "mean*", "p50*", "p95*", "p99*", "written")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table.caption = "TTFT in seconds; reuse: share of what an unlimited cache would reuse; written: to disk, GiB"
     for row in rows:
-        table.add_row(
-            row["policy"],
-            f"{row['hit_rate']:.1%}",
-            *_cells(row),
-            *_cells(row.get("sensitive")),
-            f"{row['disk_bytes_written'] / GIB:,.0f} GiB",
-        )
+        written = f"{row['disk_bytes_written'] / GIB:,.0f}"
+        table.add_row(row["policy"], f"{row['hit_rate']:.1%}", *_cells(row), written)
     return table
 
 
-def _cells(figures: dict[str, Any] | None) -> list[str]:
-    if not figures or not figures["requests"]:
-        return ["-"] * 5
+def _sensitive_requests(rows: list[dict[str, Any]]) -> Table:
+    count = rows[0]["sensitive"]["requests"]
+    table = _table(f"the {count:,} reuse-sensitive requests among them", rows, FIGURES)
+    for row in rows:
+        table.add_row(row["policy"], *_cells(row["sensitive"]))
+    return table
+
+
+def _table(title: str, rows: list[dict[str, Any]], headings: Sequence[str]) -> Table:
+    """Columns for a terminal of 80 characters; in a narrower one everything but the policies is shortened."""
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
+    table.add_column("policy", no_wrap=True, min_width=max(len(row["policy"]) for row in rows))
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _cells(figures: dict[str, Any]) -> list[str]:
     share = figures["reused_share"]
     return ["-" if share is None else f"{share:.1%}", *(f"{value:.3g}" for value in figures["ttft_s"].values())]

@@ -23,7 +23,7 @@ from rich.progress import (
 from lmcache_histate.cli.common import fail
 from lmcache_histate.config.values import parse_gib
 from lmcache_histate.geometry import GIB
-from lmcache_histate.replay.calibration import CostModelError, read_cost_model
+from lmcache_histate.replay.cost_model import CostModelError, read_cost_model
 from lmcache_histate.replay.simulator import POLICIES, SimulationSettings
 from lmcache_histate.replay.simulator.hardware import GPUS, MODELS
 from lmcache_histate.replay.sweep import (
@@ -59,9 +59,7 @@ def _list_policies(wanted: bool) -> None:
 def sweep_command(
     trace: Annotated[
         list[str],
-        typer.Argument(
-            help="Trace files, a folder of them, or a built-in workload (builtin:agents).", metavar="TRACE..."
-        ),
+        typer.Argument(help="Trace files, a folder of them, or a built-in workload (builtin:agents).", metavar="TRACE"),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder for the results; a sweep that is there is continued.")

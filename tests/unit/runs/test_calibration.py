@@ -5,17 +5,14 @@ from openai_server import OpenAiServer, with_server
 
 from lmcache_histate.replay.calibration import (
     DECODE_BATCH,
-    CostModel,
-    CostModelError,
     Measurement,
     calibrate,
     fit_seconds,
     ladder,
-    read_cost_model,
     request_count,
     step_times,
-    write_cost_model,
 )
+from lmcache_histate.replay.cost_model import CostModel, CostModelError, read_cost_model, write_cost_model
 from lmcache_histate.replay.endpoint_client import EndpointClient, EndpointError
 from lmcache_histate.replay.simulator import SimulationSettings
 from lmcache_histate.replay.simulator.hardware import StepTimes
