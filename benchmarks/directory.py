@@ -26,9 +26,10 @@ from rich.table import Table
 
 from lmcache_histate.backends.directory_writer import DirectoryWriter
 from lmcache_histate.state_store.directory.encoding import CHUNK, pack_chunk
+from lmcache_histate.state_store.directory.keys import Keys, namespace_tag
 from lmcache_histate.state_store.directory.protocol import ChunkHeld, NamespaceFacts, SessionHit, held_bit
 from lmcache_histate.state_store.directory.reader import DirectoryReader
-from lmcache_histate.state_store.directory.redis_directory import RedisDirectory, key_of, namespace_tag
+from lmcache_histate.state_store.directory.redis_directory import RedisDirectory
 from lmcache_histate.state_store.directory.scripts import BUCKETS
 from lmcache_histate.state_store.directory.url import parse_directory_url
 from lmcache_histate.state_store.objects import Kind, Tier
@@ -60,7 +61,7 @@ def path(session: int) -> list[ChunkHeld]:
 
 def bucket_of(chunk: bytes) -> str:
     """The key that holds the record of a chunk, as the scripts compute it."""
-    return f"{key_of(namespace_tag(SPACE, FACTS))}:c:{int.from_bytes(chunk[1:3], 'big') % BUCKETS}"
+    return f"{Keys().of(namespace_tag(SPACE, FACTS))}:c:{int.from_bytes(chunk[1:3], 'big') % BUCKETS}"
 
 
 def instance(url: str, name: str) -> RedisDirectory:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from lmcache_histate.state_store.directory import scripts
 from lmcache_histate.state_store.directory.client import Client, Script
 from lmcache_histate.state_store.directory.encoding import Malformed, unpack_facts, unpack_member
+from lmcache_histate.state_store.directory.keys import Keys, namespace_tag
 from lmcache_histate.state_store.directory.locate import locate
 from lmcache_histate.state_store.directory.protocol import Location, Member, NamespaceFacts
-from lmcache_histate.state_store.directory.redis_directory import NAMESPACES, key_of, namespace_tag
 from lmcache_histate.state_store.directory.url import DirectoryAddress
 
 _LOOKUP = Script(scripts.LOOKUP)
@@ -25,6 +25,7 @@ class DirectoryReader:
 
     def __init__(self, address: DirectoryAddress, timeout_s: float = 2.0) -> None:
         self.client = Client(address, timeout_s)
+        self._keys = Keys(address.prefix)
 
     def namespaces(self) -> dict[str, list[NamespaceFacts]]:
         """Namespaces by name. One name may have several facts, for example while a model's layout changes.
@@ -35,7 +36,7 @@ class DirectoryReader:
             DirectoryError: one of its subclasses.
         """
         found: dict[str, list[NamespaceFacts]] = {}
-        (answer,) = self.client.pipeline([("HVALS", NAMESPACES)])
+        (answer,) = self.client.pipeline([("HVALS", self._keys.namespaces)])
         for packed in answer:
             try:
                 name, facts = unpack_facts(packed)
@@ -50,7 +51,7 @@ class DirectoryReader:
         Raises:
             DirectoryError: one of its subclasses.
         """
-        leases, _ = self.client.run(_LOOKUP, key_of(namespace_tag(namespace, facts)), b"")
+        leases, _ = self.client.run(_LOOKUP, self._keys.of(namespace_tag(namespace, facts)), b"")
         return sorted(_members(leases).values(), key=lambda member: (member.is_tier, member))
 
     def locate(self, namespace: str, facts: NamespaceFacts, chunk_hashes: Sequence[bytes]) -> list[Location]:
@@ -61,7 +62,7 @@ class DirectoryReader:
             ValueError: a hash of more than 255 bytes.
         """
         asked = b"".join(bytes((len(chunk_hash),)) + chunk_hash for chunk_hash in chunk_hashes)
-        leases, packed = self.client.run(_LOOKUP, key_of(namespace_tag(namespace, facts)), asked)
+        leases, packed = self.client.run(_LOOKUP, self._keys.of(namespace_tag(namespace, facts)), asked)
         records: list[bytes] = []
         at = 0
         while at < len(packed):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from lmcache_histate.state_store.directory.encoding import (
     unpack_member,
     unpack_statistics,
 )
+from lmcache_histate.state_store.directory.keys import Keys, namespace_tag
 from lmcache_histate.state_store.directory.protocol import (
     Change,
     DirectoryError,
@@ -40,22 +40,9 @@ SCAN_RECORDS = 4096
 """Records read with one round trip when a view is built anew."""
 SCANS_AT_ONCE = 4
 """Such round trips in one `poll`: the thread has other things to do."""
-PREFIX = f"histate:{SCHEMA}:"
-NAMESPACES = f"{PREFIX}namespaces"
-SCHEMAS = "histate:schemas"
 _REGISTER, _PUBLISH, _POLL, _SCAN, _WITHDRAW = map(
     Script, (scripts.REGISTER, scripts.PUBLISH, scripts.POLL, scripts.SCAN, scripts.WITHDRAW)
 )
-
-
-def namespace_tag(namespace: str, facts: NamespaceFacts) -> str:
-    """Name of a namespace in keys: 16 hex digits over its name and facts."""
-    return hashlib.blake2b(pack_facts(namespace, facts), digest_size=8).hexdigest()
-
-
-def key_of(tag: str) -> str:
-    """Prefix of a namespace's keys. The braces make Redis Cluster keep them together."""
-    return f"{PREFIX}{{{tag}}}"
 
 
 @dataclass(slots=True)
@@ -116,6 +103,7 @@ class RedisDirectory(ViewReader):
         self.lease_s = lease_s
         self.remote_is_shared = bool(shared_tier)
         self.client = Client(address, min(2.0, lease_s / 4))
+        self._keys = Keys(address.prefix)
         self._member = Member(name, instance_address, shared_tier)
         self._token = token or os.urandom(8)
         self._lease_ms = int(lease_s * 1000)
@@ -160,7 +148,7 @@ class RedisDirectory(ViewReader):
         if seat is None or seat.view.facts != facts:
             view = NamespaceView(facts, self._max_records)
             view.own_tier = self._member.shared_tier
-            seat = self._seats[namespace] = _Seat(namespace, key_of(namespace_tag(namespace, facts)), view)
+            seat = self._seats[namespace] = _Seat(namespace, self._keys.of(namespace_tag(namespace, facts)), view)
             self._views[namespace] = view
             self._announced_at = -math.inf
         return seat
@@ -196,23 +184,23 @@ class RedisDirectory(ViewReader):
         """
         if now - self._announced_at < self.lease_s / 2:
             return
-        ttl = max(2 * self._ttl_ms, 2 * self._lease_ms)
+        keys, ttl = self._keys, max(2 * self._ttl_ms, 2 * self._lease_ms)
         commands: list[tuple[bytes | str | int, ...]] = [
-            ("SADD", SCHEMAS, SCHEMA),
-            ("SET", f"histate:schema:{SCHEMA}", 1, "PX", 2 * self._lease_ms),
-            ("PEXPIRE", SCHEMAS, ttl),
+            ("SADD", keys.schemas, SCHEMA),
+            ("SET", keys.schema(SCHEMA), 1, "PX", 2 * self._lease_ms),
+            ("PEXPIRE", keys.schemas, ttl),
         ]
         for seat in self._seats.values():
-            tag = seat.key[len(PREFIX) + 1 : -1]
-            commands.append(("HSET", NAMESPACES, tag, pack_facts(seat.namespace, seat.view.facts)))
-        commands += [("PEXPIRE", NAMESPACES, ttl), ("SMEMBERS", SCHEMAS)]
+            tag, packed = namespace_tag(seat.namespace, seat.view.facts), pack_facts(seat.namespace, seat.view.facts)
+            commands.append(("HSET", keys.namespaces, tag, packed))
+        commands += [("PEXPIRE", keys.namespaces, ttl), ("SMEMBERS", keys.schemas)]
         try:
             known = self.client.pipeline(commands)[-1]
         except Unusable as error:
-            raise Unusable(f"{error}; the keys that begin with 'histate:' must belong to HiState") from error
+            raise Unusable(f"{error}; the keys that begin with '{keys.prefix}:' must belong to HiState") from error
         others = sorted(int(version) for version in known if version.isdigit() and int(version) != SCHEMA)
         if others:
-            alive = self.client.pipeline([("EXISTS", f"histate:schema:{version}") for version in others])
+            alive = self.client.pipeline([("EXISTS", keys.schema(version)) for version in others])
             others = [version for version, exists in zip(others, alive, strict=True) if exists]
         self.other_schemas = tuple(others)
         self._announced_at = now

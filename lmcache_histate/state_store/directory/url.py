@@ -5,8 +5,8 @@
     redis+cluster://[user:password@]host[:port],host...              Redis Cluster
 
 `valkey` may stand for `redis` in each, and `rediss+sentinel`, `rediss+cluster` use TLS. Options after `?`: `ca_file`,
-`cert_file`, `key_file` (PEM, for TLS) and, for Sentinels that want a password of their own, `sentinel_user` and
-`sentinel_password`.
+`cert_file`, `key_file` (PEM, for TLS), for Sentinels that want a password of their own `sentinel_user` and
+`sentinel_password`, and `prefix`, with which all keys begin (`histate`): fleets with other prefixes do not see each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXAMPLE = "redis://meta:6379/0"
 _EXAMPLES = (
     f"{EXAMPLE}, rediss://user:password@meta:6380, redis+sentinel://s1,s2,s3/mymaster or redis+cluster://n1,n2,n3"
 )
-_OPTIONS = ("ca_file", "cert_file", "key_file", "sentinel_user", "sentinel_password")
+_OPTIONS = ("prefix", "ca_file", "cert_file", "key_file", "sentinel_user", "sentinel_password")
 _DEFAULT_PORT = 6379
 _SENTINEL_PORT = 26379
 
@@ -56,6 +56,11 @@ class DirectoryAddress:
     username: str = ""
     password: str = field(default="", repr=False)
     options: dict[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def prefix(self) -> str:
+        """What all keys begin with."""
+        return self.options.get("prefix", "histate")
 
     def __str__(self) -> str:
         scheme = ("rediss" if self.tls else "redis") + (f"+{self.topology.value}" if self.topology.value else "")
@@ -100,6 +105,8 @@ def parse_directory_url(value: object) -> DirectoryAddress:
     for name in options:
         if name not in _OPTIONS:
             raise ValueError(f"unknown option {name!r} in the URL: only {', '.join(_OPTIONS)} can be used.")
+    if not re.fullmatch(r"[\w.:-]+", options.get("prefix", "histate")):
+        raise ValueError("the prefix of keys consists of letters, digits and . : _ - only, for example ?prefix=team-a.")
     if not tls and any(name.endswith("_file") for name in options):
         raise ValueError("certificate files are for TLS: write rediss:// in place of redis://.")
     return DirectoryAddress(topology, nodes, database, service, tls, unquote(user), unquote(password), options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from lmcache_histate.state_store.directory.keys import Keys, namespace_tag
 from lmcache_histate.state_store.directory.protocol import (
     ALL_BITS,
     KV_BITS,
@@ -17,7 +18,7 @@ from lmcache_histate.state_store.directory.protocol import (
     held_bit,
     tier_bits,
 )
-from lmcache_histate.state_store.directory.redis_directory import RedisDirectory, key_of, namespace_tag
+from lmcache_histate.state_store.directory.redis_directory import RedisDirectory
 from lmcache_histate.state_store.directory.url import parse_directory_url
 from lmcache_histate.state_store.objects import Kind, Tier
 
@@ -28,7 +29,7 @@ SNAPSHOT = held_bit(Kind.SNAPSHOT, Tier.DISK)
 KV_SHARED = held_bit(Kind.KV, Tier.REMOTE)
 SNAPSHOT_SHARED = held_bit(Kind.SNAPSHOT, Tier.REMOTE)
 SHARED = "shared:redis://cache:6379"
-PREFIX = key_of(namespace_tag(SPACE, FACTS))
+PREFIX = Keys().of(namespace_tag(SPACE, FACTS))
 
 
 def chunk_hash(index: int, session: int = 0) -> bytes:

@@ -290,6 +290,20 @@ def test_withdrawing_takes_effect_at_once(server: RedisServer) -> None:
     assert [member.name for member in a.instances(SPACE, 0.0)] == ["b"]
 
 
+def test_fleets_with_other_prefixes_share_a_server_and_see_nothing_of_each_other(server: RedisServer) -> None:
+    a, b, c = instance(server.url, "a"), instance(f"{server.url}?prefix=team-b", "a"), instance(server.url, "c")
+    a.publish(SPACE, chain(2), 0.0)
+    b.publish(SPACE, chain(1), 0.0)
+    for directory in (a, b, c):
+        catch_up(directory, 0.0)
+    assert (names(c, 1), names(b, 1)) == ({"a"}, set())
+    assert a.name == b.name == "a", "one name in two fleets is no conflict"
+    reader = DirectoryReader(parse_directory_url(f"{server.url}?prefix=team-c"))
+    assert reader.namespaces() == {}
+    with server.client() as client:
+        assert {key.partition(b":")[0] for key in client.scan_iter(count=10_000)} == {b"histate", b"team-b"}
+
+
 def test_another_schema_is_told_apart_and_named(server: RedisServer) -> None:
     other = SCHEMA + 1
     with server.client() as client:

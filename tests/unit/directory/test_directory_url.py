@@ -77,6 +77,8 @@ def test_urls(url: str, expected: DirectoryAddress) -> None:
         ("redis+cluster://user:hunter2@n1/1", "no database numbers"),
         ("redis://user:hunter2@meta?ssl=1", "unknown option 'ssl'"),
         ("redis://user:hunter2@meta?ca_file=x", "rediss://"),
+        ("redis://user:hunter2@meta?prefix=a{b}", "letters, digits"),
+        ("redis://user:hunter2@meta?prefix=", "letters, digits"),
     ],
 )
 def test_malformed_urls_say_what_to_write_and_show_no_password(url: object, message: str) -> None:
