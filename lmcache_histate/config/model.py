@@ -146,9 +146,9 @@ class HiStateSettings(_Settings):
         "used, or none.",
     )
     cost_unit: Annotated[Literal["tokens", "ms"], _words("tokens", "ms")] = Field(
-        default="tokens",
-        description="Unit of recomputation cost. tokens: every token costs the same; ms: milliseconds from a prefill "
-        "model, in which a token late in a long prompt costs more.",
+        default="ms",
+        description="Unit of recomputation cost. ms: milliseconds from a prefill model that follows the engine, in which "
+        "a token late in a long prompt costs more; tokens: every token costs the same.",
     )
     snapshots_to_disk: Flag = Field(
         default=True,

@@ -83,6 +83,11 @@ class CostModel:
         if nbytes > 0 and milliseconds > 0:
             self._ms_per_byte[tier] += 0.05 * (milliseconds / nbytes - self._ms_per_byte[tier])
 
+    def follow(self, other: CostModel) -> None:
+        """Know what `other` has learned; not live before `publish`. O(1)."""
+        self._gram, self._moment = other._gram, other._moment
+        self._ms_per_byte = list(other._ms_per_byte)
+
     def recompute(self, start: Real, end: Real) -> Real:
         """Token equivalents of prefilling [start, end) (tokens, scalars or arrays)."""
         if self.unit == "tokens":

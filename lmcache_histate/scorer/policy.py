@@ -101,7 +101,7 @@ class CachePolicy:
     Args:
         settings: what the user chose.
         capacities: bytes of the tiers that are evicted from here. Only the tuner of `tau="auto"` needs them, to scale
-            its shadow; without them tau stays at 0, plain LRU.
+            its shadow; without them tau stays where it starts.
     """
 
     def __init__(self, settings: PolicySettings | None = None, capacities: Mapping[Tier, float] | None = None) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-TAUS = (0.0, 60.0, 600.0, 3600.0)
-"""Values of tau in seconds that `tau="auto"` chooses from; 0 is plain LRU over units."""
+TAUS = (0.0, 60.0, 200.0)
+"""Values of tau in seconds that `tau="auto"` chooses from; 0 is plain LRU over units. Larger ones win where nearly everything
+fits and lose far more where it does not (docs/model.md)."""
+AUTO_START = 60.0
+"""Where `tau="auto"` begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +20,8 @@ class PolicySettings:
         eviction: `"cost"` ranks by H = t + tau*C/M, `"lru"` by last access alone.
         refresh: which snapshots a hit refreshes: none, the one it resumed from, or all earlier ones on the prefix too.
         interval: distance of snapshots: `"adaptive"`, `"final-only"` or a number of tokens.
-        tau: seconds, or `"auto"` to follow the best of `taus` and 0 in a sampled shadow cache, from 0 on.
-        cost_unit: price work in `"tokens"` (the paper) or estimated `"ms"`.
+        tau: seconds, or `"auto"` to follow the best of `taus` and 0 in a sampled shadow cache.
+        cost_unit: price work in estimated `"ms"`, or in `"tokens"` (the paper).
         placement: `"uniform"` grid (the paper) or `"histogram"` of observed hit distances, for values and for placement.
         end_prior: probability that a path's end is hit, before anything was seen.
         orphan_s: seconds that bytes which nothing can be restored from may wait for what they lack.
@@ -32,7 +35,7 @@ class PolicySettings:
     refresh: Literal["none", "used", "all"] = "all"
     interval: Literal["adaptive", "final-only"] | int = "adaptive"
     tau: float | Literal["auto"] = "auto"
-    cost_unit: Literal["tokens", "ms"] = "tokens"
+    cost_unit: Literal["tokens", "ms"] = "ms"
     placement: Literal["uniform", "histogram"] = "uniform"
     end_prior: float = 0.5
     orphan_s: float = 60.0
@@ -63,5 +66,7 @@ class PolicySettings:
 
     @property
     def initial_tau(self) -> float:
-        """Tau before the tuner has seen anything: 0 with `"auto"`, since no other value is safe at every capacity."""
-        return 0.0 if self.eviction == "lru" or self.tau == "auto" else float(self.tau)
+        """Tau before the tuner has seen anything."""
+        if self.eviction == "lru":
+            return 0.0
+        return AUTO_START if self.tau == "auto" else float(self.tau)

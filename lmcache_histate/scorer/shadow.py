@@ -52,6 +52,7 @@ class ShadowCache:
         was halved it takes some turns to get there, in which all shadows hold more than they should alike.
         """
         policy, block = self._policy, self._geometry[namespace].block_tokens
+        policy.cost.follow(self._cost)
         upper, lower = min(capacities), max(capacities)
         found = policy.lookup(namespace, hashes, now)
         if found.kv_tokens:

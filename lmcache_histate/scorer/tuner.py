@@ -77,9 +77,9 @@ class Shadow(Protocol):
 class TauTuner:
     """Feeds the shadows and says which tau should be live.
 
-    A candidate's estimate is what it recomputed over the recent sampled turns. The live value is plain LRU until another
-    candidate recomputed less, by `MARGIN` and by `ERRORS` sampling errors, and again once it no longer recomputes less
-    than LRU. While every session is sampled there is no sampling error, so the live value is what was best lately.
+    A candidate's estimate is what it recomputed over the recent sampled turns. The live value stays until another
+    candidate recomputed less, by `MARGIN` and by `ERRORS` sampling errors, and becomes plain LRU once it no longer
+    recomputes less than that. While every session is sampled there is no sampling error, so the live value is what was best lately.
 
     The sampling error of a difference is that of its sum over whole sessions, since the turns of one session are alike.
 

@@ -16,7 +16,7 @@ GEOMETRY = CacheGeometry(BLOCK, KV / BLOCK, STATE)
 
 
 def make(**choices) -> CachePolicy:
-    policy = CachePolicy(PolicySettings(**{"tau": 100.0, **choices}))
+    policy = CachePolicy(PolicySettings(**{"tau": 100.0, "cost_unit": "tokens", **choices}))
     policy.add_namespace("m", GEOMETRY)
     return policy
 

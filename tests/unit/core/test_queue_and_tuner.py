@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lmcache_histate.geometry import CacheGeometry
 from lmcache_histate.scorer.policy import CachePolicy
 from lmcache_histate.scorer.queue import ABSENT, MIN_FRONT, FloorQueue
-from lmcache_histate.scorer.settings import PolicySettings
+from lmcache_histate.scorer.settings import AUTO_START, PolicySettings
 from lmcache_histate.scorer.shadow import ShadowCache
 from lmcache_histate.scorer.tuner import CHECK_TURNS, MAX_WAITING, MEMORY_TURNS, TauTuner, Turn
 from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
@@ -270,7 +270,7 @@ def test_sampling_gets_sparser_when_requests_are_many(seconds, rate):
 
 
 def test_a_shadow_keeps_to_its_tiers_and_moves_what_it_has_no_room_for():
-    policy = CachePolicy(PolicySettings(tau=60.0, interval=200))
+    policy = CachePolicy(PolicySettings(tau=60.0, interval=200, cost_unit="tokens"))
     shadow = ShadowCache(policy, policy.cost)
     shadow.add_namespace("m", CacheGeometry(100, 10, 3000, ranks=2))
     room = {Tier.CPU: 20_000.0, Tier.DISK: 40_000.0}
@@ -341,4 +341,4 @@ def test_the_tuned_policy_is_close_to_the_best_fixed_one():
 def test_without_capacities_tau_stays_where_it_starts(capacities):
     policy = CachePolicy(PolicySettings(), capacities)
     assert policy.tuner is None
-    assert policy.tau == 0.0
+    assert policy.tau == AUTO_START

@@ -166,7 +166,8 @@ POLICIES: dict[str, Policy] = {
         _over_units(lambda site: S3FifoPolicy(LRU, S3FifoOrder), _junctions),
     ),
     "histate-paper": Policy(
-        "HiState as the paper has it: its interval, tau of 60 s, refresh all", _histate(tau=60.0, paper=True)
+        "HiState as the paper has it: its interval, costs in tokens, tau of 60 s, refresh all",
+        _histate(tau=60.0, cost_unit="tokens", paper=True),
     ),
     "histate": Policy("HiState with its default settings", _histate()),
     "histate-lru": Policy("HiState, evicting what was used longest ago", _histate(eviction="lru")),
@@ -181,7 +182,7 @@ POLICIES: dict[str, Policy] = {
         _histate(UnitSettings(snapshots_to_disk=False)),
     ),
     "histate-refresh-used": Policy("HiState, a hit refreshes the snapshot that it used", _histate(refresh="used")),
-    "histate-ms": Policy("HiState, costs in milliseconds instead of tokens", _histate(cost_unit="ms")),
+    "histate-tokens": Policy("HiState, every recomputed token costs the same", _histate(cost_unit="tokens")),
     "histate-histogram": Policy("HiState, hits expected where they were", _histate(placement="histogram")),
     "offline": Policy(
         "bound: knows the future; saves what will be used, evicts by next use and cost per byte", _offline, online=False

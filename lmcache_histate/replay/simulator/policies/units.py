@@ -175,6 +175,7 @@ class UnitTiers(Tiers):
                 stored.append(entry)
                 room -= entry.nbytes
         if start < end:
+            self._time_prefill(start * self._block, end * self._block)
             after = names[path[start - 1]] if start else None
             self.policy.link(NAMESPACE, after, [names[node] for node in path[start:end]], now)
         self._add(stored, now)
@@ -184,6 +185,12 @@ class UnitTiers(Tiers):
                 if entry.kind == Kind.SNAPSHOT:
                     self._note_overtaken(entry.chunk_hash, now)
         self._make_room(now)
+
+    def _time_prefill(self, start: int, end: int) -> None:
+        """What the connector tells of a step that was one prompt's."""
+        times = self.site.times
+        seconds = times.token_s * (end - start) + times.prefill(start, end)
+        self.policy.observe_prefill(start, end, 1e3 * seconds)
 
     def _fresh(self, objects: list[CacheObject]) -> list[CacheObject]:
         nodes, tree = self._space.nodes, self._tree
