@@ -60,7 +60,7 @@ def stored_on_disk(storage: Storage, sessions: int) -> list[list[bytes]]:
 
 
 def empty_cpu_memory(storage: Storage) -> None:
-    assert eventually(lambda: storage.manager.clear(force=True) or storage.manager.get_l1_usage()[0] == 0)
+    assert eventually(lambda: storage.manager.clear() or storage.manager.get_l1_usage()[0] == 0)
 
 
 def store_of(storage: Storage) -> Any:

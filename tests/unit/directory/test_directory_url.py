@@ -170,16 +170,20 @@ def test_tls(certificates: Path) -> None:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[RedisServer]:
     """Two nodes that share the slots."""
-    nodes = []
+    nodes, buses = [], {"one": free_port(), "two": free_port()}
     try:
-        for name in ("one", "two"):
+        for name in buses:
             nodes.append(
-                RedisServer("--cluster-enabled", "yes", "--cluster-config-file", f"{name}.conf", "--dir", str(tmp_path))
+                RedisServer(
+                    *("--cluster-enabled", "yes", "--cluster-config-file", f"{name}.conf", "--dir", str(tmp_path)),
+                    # By default the port plus 10,000, which need not be one.
+                    *("--cluster-port", str(buses[name])),
+                )
             )
         first, second = (node.client() for node in nodes)
         first.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 8191)
         second.execute_command("CLUSTER", "ADDSLOTSRANGE", 8192, 16383)
-        first.execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[1].port)
+        first.execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[1].port, buses["two"])
         deadline = time.monotonic() + 60
         while not all({"cluster_state:ok", "cluster_size:2"} <= _info(node) for node in (first, second)):
             assert time.monotonic() < deadline, "the cluster does not form"
