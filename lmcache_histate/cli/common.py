@@ -9,6 +9,16 @@ from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from lmcache_histate.config import Config, ConfigError, check_machine, load_config
 from lmcache_histate.config.values import hide_password
@@ -111,3 +121,21 @@ def hide_secrets(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [hide_secrets(item) for item in value]
     return hide_password(value) if isinstance(value, str) else value
+
+
+def counted_progress(*more: ProgressColumn, console: Console, transient: bool = False) -> Progress:
+    """A progress bar that shows what is done, of how much, and for how long.
+
+    Args:
+        more: Columns behind these.
+        console: Where it is drawn.
+        transient: It goes when the work is done.
+    """
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, *more, console=console, transient=transient)

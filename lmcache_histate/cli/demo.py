@@ -9,16 +9,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import TaskID
 
+from lmcache_histate.cli.common import counted_progress
 from lmcache_histate.replay import report
 from lmcache_histate.replay.engine import EngineDied, EngineSettings
 from lmcache_histate.replay.live import BACKENDS, Capacity, run_backend
@@ -70,15 +63,8 @@ def demo(
 
 
 def _run_all(console: Console, names: list[str], script: list[Step], output: Path) -> list[RunOutcome]:
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
     runs: list[RunOutcome] = []
-    with Progress(*columns, console=console) as progress:
+    with counted_progress(console=console) as progress:
         building = progress.add_task("tiny hybrid model", total=1)
         model = ensure_tiny_model(cache_folder() / "models" / "tiny")
         progress.update(building, completed=1)

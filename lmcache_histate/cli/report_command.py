@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lmcache_histate.cli.common import fail
+from lmcache_histate.cli.common import counted_progress, fail
 from lmcache_histate.replay.comparison import ComparisonError, compare
 from lmcache_histate.replay.report_page import percent, times, write_report
 from lmcache_histate.replay.report_tables import Standing
@@ -58,14 +57,7 @@ def report_command(
             fail(f"the report needs {module}: pip install 'lmcache-histate[plots]'")
     console = Console()
     files = result_files(results)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with counted_progress(console=console, transient=True) as progress:
         reading = progress.add_task("reading results", total=len(files))
 
         def runs() -> Iterator[Run]:

@@ -10,17 +10,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import TimeRemainingColumn
 
-from lmcache_histate.cli.common import fail
+from lmcache_histate.cli.common import counted_progress, fail
 from lmcache_histate.config.values import parse_gib
 from lmcache_histate.geometry import GIB
 from lmcache_histate.replay.cost_model import CostModelError, read_cost_model
@@ -147,15 +139,7 @@ def sweep_command(
 
 
 def _run(console: Console, sweep: Sweep, todo: list[SweepPoint], all_points: int, workers: int) -> list[Failure]:
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
+    with counted_progress(TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task("points", total=all_points, completed=all_points - len(todo))
 
         def done(point: SweepPoint, failure: Failure | None) -> None:

@@ -79,7 +79,8 @@ class TauTuner:
 
     A candidate's estimate is what it recomputed over the recent sampled turns. The live value stays until another
     candidate recomputed less, by `MARGIN` and by `ERRORS` sampling errors, and becomes plain LRU once it no longer
-    recomputes less than that. While every session is sampled there is no sampling error, so the live value is what was best lately.
+    recomputes less than that. While every session is sampled there is no sampling error, so the live value is what was
+    best lately.
 
     The sampling error of a difference is that of its sum over whole sessions, since the turns of one session are alike.
 

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lmcache_histate.cli.main import app
-from lmcache_histate.replay.cost_model import read_cost_model
 from lmcache_histate.replay.comparison import CACHED_TOKENS_REPORTED
+from lmcache_histate.replay.cost_model import read_cost_model
 from lmcache_histate.replay.endpoint_client import EndpointClient
 from lmcache_histate.replay.processes import ProcessScope, child_environment, free_ports, wait_until_healthy
 from lmcache_histate.replay.results import Run, read_run, write_run
