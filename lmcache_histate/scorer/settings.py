@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-TAUS = (0.0, 60.0, 200.0)
+TAUS = (0.0, 60.0)
 """Values of tau in seconds that `tau="auto"` chooses from; 0 is plain LRU over units. Larger ones win where nearly everything
 fits and lose far more where it does not (docs/model.md)."""
 AUTO_START = 60.0
