@@ -170,7 +170,7 @@ def test_a_file_system_of_64_mib_that_fills(
         workload.turn()
         # On a busy machine the disk would fall behind, and what it holds in the end would be a matter of speed.
         assert eventually(lambda: storage.has_room() and storage.keeper.status()["moves_in_flight"] == 0, 60.0)
-    assert workload.hits > 100
+    assert workload.hits > 50
     counters, troubles = store_of(storage).health.report()
     status = storage.module.report_status()["histate"]
     storage.close()
