@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import deque
 
 from lmcache_histate.backends.layout import Namespace
+from lmcache_histate.backends.limits import SETTLE_SECONDS
 from lmcache_histate.backends.mover import Mover
 from lmcache_histate.backends.room import RoomMaker
 from lmcache_histate.scorer.policy import CachePolicy
 from lmcache_histate.state_store.objects import Kind, Tier
 from lmcache_histate.state_store.tree import NO_NODE
 from lmcache_histate.state_store.units import UnitKind
-
-SETTLE_SECONDS = 0.5
-"""A snapshot that was overtaken waits this long before it moves to disk: the connector may just be dropping it."""
 
 
 class HistoricalSnapshots:

@@ -36,11 +36,12 @@ from lmcache_histate.backends.events import (
 from lmcache_histate.backends.fleet import Fleet
 from lmcache_histate.backends.historical import HistoricalSnapshots
 from lmcache_histate.backends.layout import Layouts, ModelLayout, Namespace, namespace_of
+from lmcache_histate.backends.limits import DISK_HEADROOM
 from lmcache_histate.backends.mover import Mover
 from lmcache_histate.backends.offers import RemoteOffers
 from lmcache_histate.backends.quotas import Quotas
 from lmcache_histate.backends.remote_copies import RemoteCopies
-from lmcache_histate.backends.room import DISK_HEADROOM, RoomMaker
+from lmcache_histate.backends.room import RoomMaker
 from lmcache_histate.backends.segments import SegmentStatistics
 from lmcache_histate.config import Config
 from lmcache_histate.geometry import GIB

@@ -15,16 +15,13 @@ from lmcache_histate.backends.disk.adapter import HiStateDiskAdapter
 from lmcache_histate.backends.disk.core import Put
 from lmcache_histate.backends.disk.record import Place
 from lmcache_histate.backends.events import EventQueue, MoveEnded
+from lmcache_histate.backends.limits import IN_FLIGHT_SHARE, PAUSE_SECONDS
 
 logger = init_logger(__name__)
 
-IN_FLIGHT_SHARE = 8
-"""At most this fraction (one over it) of CPU memory is being written at a time: what waits for the disk frees nothing."""
 DAY_SECONDS = 86_400.0
 BURST_SECONDS = 3_600.0
 """Unused write budget is saved up for this long."""
-PAUSE_SECONDS = 1.0
-"""No moves for this long after the disk refused one; victims are deleted meanwhile."""
 
 
 class Mover:

@@ -11,6 +11,7 @@ from lmcache_histate.backends.chains import Chains
 from lmcache_histate.backends.compat import StorageParts
 from lmcache_histate.backends.disk.adapter import HiStateDiskAdapter
 from lmcache_histate.backends.layout import Layouts, Namespace, namespace_of
+from lmcache_histate.backends.limits import CRITICAL, DISK_HEADROOM
 from lmcache_histate.backends.mover import Mover
 from lmcache_histate.backends.quotas import Quotas
 from lmcache_histate.config import HiStateSettings
@@ -21,10 +22,6 @@ from lmcache_histate.state_store.units import MANAGED
 
 logger = init_logger(__name__)
 
-DISK_HEADROOM = 0.05
-"""Share of the disk tier kept free for writes that are on their way."""
-CRITICAL = 0.97
-"""CPU usage above which more goes than is being written out: waiting for the disk would drop new stores."""
 STRANGERS_SECONDS = 10.0
 """Pause between two searches for what models left that did not come back."""
 MAX_VICTIMS = 256

@@ -57,6 +57,11 @@ NoMachineCheckOption = Annotated[
 
 _SECRET_KEY = re.compile(r"pass(word|wd)?$|secret|token|access_key", re.IGNORECASE)
 
+TraceArgument = Annotated[
+    list[str],
+    typer.Argument(help="Trace files, a folder of them, or a built-in workload (builtin:agents).", metavar="TRACE"),
+]
+
 
 def fail(message: str, code: int = EXIT_USAGE) -> NoReturn:
     """Print a message for the user on standard error and exit."""

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lmcache_histate.cli.common import fail
+from lmcache_histate.cli.common import TraceArgument, fail
 from lmcache_histate.config.values import parse_gib
 from lmcache_histate.geometry import GIB
 from lmcache_histate.replay.comparison import CACHED_TOKENS_REPORTED, RunTable, summarize
@@ -31,10 +31,7 @@ TIERS = ("gpu", "cpu", "disk", "remote")
 
 
 def replay_command(
-    trace: Annotated[
-        list[str],
-        typer.Argument(help="Trace files, a folder of them, or a built-in workload (builtin:agents).", metavar="TRACE"),
-    ],
+    trace: TraceArgument,
     endpoint: Annotated[str, typer.Option(help="The server, as http://HOST:PORT.", metavar="URL")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Result file. Default: NAME.jsonl.gz.", show_default=False)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lmcache_histate.cli.common import fail
+from lmcache_histate.cli.common import TraceArgument, fail
 from lmcache_histate.config.values import parse_gib
 from lmcache_histate.geometry import GIB
 from lmcache_histate.replay.comparison import ALL, SENSITIVE, Numbers, Point, Series, compare
@@ -35,18 +35,16 @@ FIGURES = ("reuse", "mean", "p50", "p95", "p99")
 """Columns of the tables that `_cells` fills."""
 
 
-def _list_policies(wanted: bool) -> None:
+def list_policies(wanted: bool) -> None:
+    """Print every policy and exit, if that is wanted (the callback of `--list-policies`)."""
     if wanted:
         for name, policy in POLICIES.items():
-            typer.echo(f"{name:26} {policy.description}")
+            typer.echo(f"{name:{max(map(len, POLICIES))}}  {policy.description}")
         raise typer.Exit
 
 
 def simulate_command(
-    trace: Annotated[
-        list[str],
-        typer.Argument(help="Trace files, a folder of them, or a built-in workload (builtin:agents).", metavar="TRACE"),
-    ],
+    trace: TraceArgument,
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -95,7 +93,7 @@ def simulate_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     list_policies: Annotated[
         bool,
-        typer.Option("--list-policies", callback=_list_policies, is_eager=True, help="Show the policies and exit."),
+        typer.Option("--list-policies", callback=list_policies, is_eager=True, help="Show the policies and exit."),
     ] = False,
 ) -> None:
     """Simulate policies on a trace: hit rates, TTFT and bytes written to disk.

@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 from rich.progress import TimeRemainingColumn
 
-from lmcache_histate.cli.common import counted_progress, fail
+from lmcache_histate.cli.common import TraceArgument, counted_progress, fail
+from lmcache_histate.cli.simulate_command import list_policies
 from lmcache_histate.config.values import parse_gib
 from lmcache_histate.geometry import GIB
 from lmcache_histate.replay.cost_model import CostModelError, read_cost_model
@@ -41,18 +42,8 @@ DEFAULTS = SimulationSettings()
 SHOWN_FAILURES = 10
 
 
-def _list_policies(wanted: bool) -> None:
-    if wanted:
-        for name, policy in POLICIES.items():
-            typer.echo(f"{name:{max(map(len, POLICIES))}}  {policy.description}")
-        raise typer.Exit
-
-
 def sweep_command(
-    trace: Annotated[
-        list[str],
-        typer.Argument(help="Trace files, a folder of them, or a built-in workload (builtin:agents).", metavar="TRACE"),
-    ],
+    trace: TraceArgument,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder for the results; a sweep that is there is continued.")
     ] = Path("sweep"),
@@ -95,7 +86,7 @@ def sweep_command(
     ] = None,
     list_policies: Annotated[
         bool,
-        typer.Option("--list-policies", callback=_list_policies, is_eager=True, help="Show the policies and exit."),
+        typer.Option("--list-policies", callback=list_policies, is_eager=True, help="Show the policies and exit."),
     ] = False,
 ) -> None:
     """Simulate every policy at every capacity with every seed.

@@ -43,7 +43,10 @@ ASIDE = ".old-"
 CPU_SHARE = 96 / (96 + 150)
 """Share of a capacity that is CPU memory, the rest is disk: the paper's machine."""
 
-_CODE = ("geometry.py", "protocol.py", "scorer", "state_store", "connector", "replay/simulator", "replay/traces")
+_CODE = (
+    *("geometry.py", "protocol.py", "scorer", "state_store", "connector", "replay/simulator", "replay/traces"),
+    *("backends/segments.py", "backends/limits.py"),
+)
 """What of this package a result depends on."""
 
 

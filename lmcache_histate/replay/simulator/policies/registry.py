@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lmcache_histate.backends.limits import DISK_HEADROOM
 from lmcache_histate.replay.simulator.policies.adaptive import HiStateCapture
 from lmcache_histate.replay.simulator.policies.base import Capture, NoTiers, Site, Tiers
 from lmcache_histate.replay.simulator.policies.capture import Grid, StepEnds, TurnEnds
@@ -14,7 +15,7 @@ from lmcache_histate.replay.simulator.policies.objects import LruTier, ObjectTie
 from lmcache_histate.replay.simulator.policies.offline import Future, OfflineCapture, OfflineOrder, OfflineTiers
 from lmcache_histate.replay.simulator.policies.orders import GdsfOrder, OrderedPolicy, S3FifoOrder, S3FifoPolicy
 from lmcache_histate.replay.simulator.policies.split import SplitLruTier
-from lmcache_histate.replay.simulator.policies.units import DISK_HEADROOM, UnitSettings, UnitTiers
+from lmcache_histate.replay.simulator.policies.units import UnitSettings, UnitTiers
 from lmcache_histate.scorer.policy import CachePolicy
 from lmcache_histate.scorer.settings import PolicySettings
 from lmcache_histate.state_store.objects import Tier

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lmcache_histate.backends.limits import CRITICAL, DISK_HEADROOM, IN_FLIGHT_SHARE, PAUSE_SECONDS, SETTLE_SECONDS
 from lmcache_histate.backends.segments import SegmentStatistics
 from lmcache_histate.protocol import PlacementFacts
 from lmcache_histate.replay.simulator.objects import KV, SNAPSHOT, kind_of, node_of
@@ -22,17 +23,6 @@ from lmcache_histate.scorer.policy import CachePolicy
 from lmcache_histate.state_store.objects import CacheObject, Kind, Tier
 from lmcache_histate.state_store.tree import NO_NODE
 from lmcache_histate.state_store.units import UnitKind
-
-SETTLE_SECONDS = 0.5
-"""As `backends.keeper.SETTLE_SECONDS`."""
-DISK_HEADROOM = 0.05
-"""As `backends.room.DISK_HEADROOM`."""
-CRITICAL = 0.97
-"""As `backends.room.CRITICAL`."""
-IN_FLIGHT_SHARE = 8
-"""As `backends.mover.IN_FLIGHT_SHARE`."""
-PAUSE_SECONDS = 1.0
-"""As `backends.mover.PAUSE_SECONDS`."""
 
 NAMESPACE = "simulated"
 NAMES = {Tier.CPU: "cpu", Tier.DISK: "disk", Tier.REMOTE: "remote"}
